@@ -1,0 +1,1 @@
+"""Reading bytes: files by position, digests and samples of spans, mapped and read backends."""
