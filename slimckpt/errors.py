@@ -71,6 +71,10 @@ class UnfaithfulSourceError(SlimckptError, OSError):
     exit_code = 5
 
 
+class RefusedFileError(SlimckptError, ValueError):
+    """A source file is of a known format, but its tensors cannot be reached (encrypted, say)."""
+
+
 class UnknownTensorError(SlimckptError, KeyError):
     """No tensor of that name."""
 

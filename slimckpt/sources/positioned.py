@@ -5,11 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from types import TracebackType
+from typing import Protocol
 
 from slimckpt.errors import DamagedFileError, UnfaithfulSourceError
 from slimckpt.model import Span, show_path
 
 WINDOW = 64 * 1024
+
+
+class ByteSource(Protocol):
+    """What a format module reads: a file on disk, or one spliced together from a store."""
+
+    label: str
+    size: int
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        """All ``nbytes`` bytes at ``offset``, or :class:`~slimckpt.errors.DamagedFileError`."""
 
 
 class FileSource:
