@@ -363,6 +363,7 @@ def _check_room(out: Path, nbytes: int) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="make_checkpoint",
+        usage="make_checkpoint OUT [option ...]",
         description=__doc__,
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
