@@ -6,8 +6,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 FLOOR = Path(__file__).parents[2] / "scripts" / "floor.py"
 
 
@@ -49,10 +47,3 @@ def test_one_of_each_payload_is_copied(tmp_path: Path) -> None:
 def test_a_payload_beyond_the_end_of_its_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"x" * 5000)
     assert run([(tmp_path / "a", 0, 5001)], tmp_path).returncode != 0
-
-
-@pytest.mark.parametrize("name", ["make_checkpoint", "benchmark", "demo", "test", "interop"])
-def test_scripts_are_executable_and_parse(name: str) -> None:
-    script = FLOOR.parent / name
-    assert script.stat().st_mode & 0o111
-    subprocess.run(["bash", "-n", script], check=True)
