@@ -120,7 +120,8 @@ def main() -> None:
 
 def measure(measurement: Measurement, size: str, runs: int, seed: int) -> dict[str, object]:
     print(f"\n{measurement.what}, {size}")
-    here, missing = [], []
+    here: list[Contender] = []
+    missing: list[Contender] = []
     for contender in measurement.contenders:
         (here if shutil.which(contender.program) else missing).append(contender)
     seconds: dict[str, list[float]] = {contender.name: [] for contender in here}

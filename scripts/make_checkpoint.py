@@ -19,7 +19,7 @@ import re
 import shutil
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import islice
@@ -80,9 +80,6 @@ class Entry:
         return math.prod(self.shape) * DTYPES[self.dtype][1]
 
 
-Blocks = Callable[[Entry], Iterator[bytes | np.ndarray]]
-
-
 def main() -> None:
     parser = _parser()
     options = parser.parse_args()
@@ -125,34 +122,51 @@ def write(
     n_files, distinct = 0, {}
     for step in range(100, 100 * options.steps + 1, 100):
         for rank in range(options.dp * options.mp):
-
-            def key(entry: Entry, rank: int = rank, step: int = step) -> str:
-                when = 0 if entry.frozen else step
-                place = PRIVATE if options.unique else entry.place
-                owner = {EVERYWHERE: 0, SLICED: rank % options.mp, PRIVATE: rank}[place]
-                return f"{options.seed}/{entry.name}/{place}/{owner}/{when}"
-
-            def blocks(
-                entry: Entry, key: Callable[[Entry], str] = key
-            ) -> Iterator[bytes | np.ndarray]:
-                if entry.value is not None:
-                    return iter([entry.value])
-                distinct[key(entry)] = entry.nbytes
-                return _random_blocks(key(entry), entry.dtype, entry.nbytes)
-
+            contents = Contents(options, rank, step)
             scalars = [] if options.tensor_bytes is not None else _scalars(options.seed, rank, step)
             if options.format == "mindspore":
                 path = options.out / f"rank_{rank}" / f"net-1_{step}.ckpt"
-                _write_mindspore(path, weights + moments + scalars, blocks, options.slice_size)
+                entries = weights + moments + scalars
+                _write_mindspore(path, entries, contents, options.slice_size)
                 n_files += 1
-                continue
-            folder = options.out / f"checkpoint-{step}" / f"rank_{rank}"
-            _write_safetensors(folder / "model.safetensors", weights, blocks)
-            n_files += 1
-            if moments or scalars:
-                _write_safetensors(folder / "optimizer.safetensors", moments + scalars, blocks)
-                n_files += 1
+            else:
+                folder = options.out / f"checkpoint-{step}" / f"rank_{rank}"
+                files = {"model": weights, "optimizer": moments + scalars}
+                for name, entries in files.items():
+                    if entries:
+                        _write_safetensors(folder / f"{name}.safetensors", entries, contents)
+                        n_files += 1
+            distinct |= {contents.key(entry): entry.nbytes for entry in weights + moments}
     return n_files, sum(distinct.values())
+
+
+class Contents:
+    """The bytes of the entries in the files of one rank at one step."""
+
+    def __init__(self, options: argparse.Namespace, rank: int, step: int) -> None:
+        self.seed, self.step, self.unique = options.seed, step, options.unique
+        self.owners = {EVERYWHERE: 0, SLICED: rank % options.mp, PRIVATE: rank}
+
+    def key(self, entry: Entry) -> str:
+        """What decides the bytes of an entry: equal keys, equal bytes."""
+        place = PRIVATE if self.unique else entry.place
+        when = "always" if entry.frozen else self.step
+        return f"{self.seed}/{entry.name}/{place}/{self.owners[place]}/{when}"
+
+    def blocks(self, entry: Entry) -> Iterator[bytes | np.ndarray]:
+        """The bytes, in blocks of ``BLOCK``."""
+        if entry.value is not None:
+            yield entry.value
+            return
+        key = hashlib.blake2b(self.key(entry).encode(), digest_size=16).digest()
+        generator = np.random.SFC64(int.from_bytes(key, "little"))
+        keep, put = map(np.uint32, KEEP_AND_SET[entry.dtype])
+        for start in range(0, entry.nbytes, BLOCK):
+            length = min(BLOCK, entry.nbytes - start)
+            block = generator.random_raw(-(-length // 8)).view(np.uint32)
+            block &= keep
+            block |= put
+            yield block.view(np.uint8)[:length]
 
 
 def _transformer(options: argparse.Namespace) -> list[Entry]:
@@ -257,25 +271,12 @@ def _scalars(seed: int, rank: int, step: int) -> list[Entry]:
     ]
 
 
-def _random_blocks(key: str, dtype: str, nbytes: int) -> Iterator[np.ndarray]:
-    """``nbytes`` random bytes that ``key`` alone decides, in blocks of ``BLOCK``."""
-    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=16).digest(), "little")
-    generator = np.random.SFC64(seed)
-    keep, put = map(np.uint32, KEEP_AND_SET[dtype])
-    for start in range(0, nbytes, BLOCK):
-        length = min(BLOCK, nbytes - start)
-        block = generator.random_raw(-(-length // 8)).view(np.uint32)
-        block &= keep
-        block |= put
-        yield block.view(np.uint8)[:length]
-
-
-def _write_mindspore(path: Path, entries: list[Entry], blocks: Blocks, slice_size: int) -> None:
+def _write_mindspore(path: Path, entries: list[Entry], contents: Contents, slice_size: int) -> None:
     """A run of ``Checkpoint.value`` records: ``checkpoint.proto`` of MindSpore 2.10."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("xb") as out:
         for entry in entries:
-            left = blocks(entry)
+            left = contents.blocks(entry)
             for start in range(0, entry.nbytes, slice_size):
                 length = min(slice_size, entry.nbytes - start)
                 out.write(_record_head(entry, length))
@@ -304,7 +305,7 @@ def _varint(value: int) -> bytes:
     return bytes([*out, value])
 
 
-def _write_safetensors(path: Path, entries: list[Entry], blocks: Blocks) -> None:
+def _write_safetensors(path: Path, entries: list[Entry], contents: Contents) -> None:
     """Wide elements first, then by name, as the safetensors library orders them."""
     path.parent.mkdir(parents=True, exist_ok=True)
     entries = sorted(entries, key=lambda entry: (-DTYPES[entry.dtype][1], entry.name))
@@ -322,7 +323,7 @@ def _write_safetensors(path: Path, entries: list[Entry], blocks: Blocks) -> None
     with path.open("xb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for entry in entries:
-            _write_all(out, blocks(entry))
+            _write_all(out, contents.blocks(entry))
 
 
 def _write_all(out: BinaryIO, blocks: Iterator[bytes | np.ndarray]) -> None:
