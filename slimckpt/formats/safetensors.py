@@ -1,0 +1,282 @@
+"""safetensors: eight bytes of header length, a JSON header, and the tensors without gaps.
+
+The rules are those of the reference reader (safetensors 0.8, ``tensor.rs``): a header of at most
+100,000,000 bytes, no holes, no overlap, the buffer covered to its last byte. A dtype that reader
+does not know is kept as ``opaque:...``, so that files of a newer writer are deduplicated too.
+
+MindSpore (2.10, ``serialization.py``) writes safetensors with two marks of its own in
+``__metadata__``: ``"<tensor>": "Int4"`` for ``qint4x2``, and ``crc_num``.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from typing import Any, NamedTuple
+
+from slimckpt.dtypes import BY_NAME, OPAQUE
+from slimckpt.errors import DamagedFileError
+from slimckpt.formats.base import Format
+from slimckpt.model import TableBuilder
+from slimckpt.sources.positioned import ByteSource
+
+MAX_HEADER = 100_000_000
+_METADATA = "__metadata__"
+_FIELDS = {"dtype", "shape", "data_offsets"}
+_BITS = {name: row.bits for name, row in BY_NAME.items() if name not in ("C128", "I4X2")}
+_INT_DTYPES = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
+_MAX_UNKNOWN_DTYPES = 1000
+_FACT_ENTRIES, _FACT_CHARS = 64, 8192
+_BLOCK = 4 * 1024 * 1024
+
+
+class _Entry(NamedTuple):
+    name: str
+    dtype: str
+    shape: list[int]
+    start: int
+    end: int
+
+
+class _Header(NamedTuple):
+    """``entries`` in file order, their offsets counted from ``data``."""
+
+    metadata: dict[str, str]
+    entries: list[_Entry]
+    data: int
+
+
+class Safetensors(Format):
+    """Hugging Face's safetensors."""
+
+    name = "safetensors"
+
+    def matches(self, head: bytes, size: int) -> bool:
+        if len(head) < 10 or head[8] != ord("{"):
+            return False
+        (length,) = struct.unpack_from("<Q", head)
+        following = head[9 : 8 + min(length, MAX_HEADER)].lstrip(b" \t\n\r")[:1]
+        return 2 <= length <= MAX_HEADER and following in (b'"', b"}")
+
+    def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
+        metadata, entries, data = _read_header(source)
+        for name, dtype, shape, start, end in entries:
+            if dtype == "I8" and metadata.get(name) == "Int4":
+                dtype = "I4X2"
+            payload = table.payload([(data + start, end - start)]) if end > start else None
+            table.tensor(name, dtype, shape, end - start, payload=payload)
+        return _facts(metadata)
+
+    def check(self, source: ByteSource) -> str | None:
+        try:
+            metadata, entries, data = _read_header(source)
+        except DamagedFileError as error:
+            return str(error)
+        stated = metadata.get("crc_num")
+        if stated is None or metadata.get("format") != "ms":
+            return None
+        found = _mindspore_crcs(source, entries, data)
+        if stated in map(str, found):
+            return None
+        return (
+            f"{source.label}: its crc_num is {stated[:20]!r}, but its tensors have CRC32"
+            f" {found[0]}; the file was damaged before it was slimmed, or changed by a program"
+            " that keeps an old crc_num"
+        )
+
+
+def _read_header(source: ByteSource) -> _Header:
+    def damaged(why: str) -> DamagedFileError:
+        return DamagedFileError(f"{source.label}: {why}")
+
+    if source.size < 8:
+        raise damaged(f"expected 8 bytes of header length, found {source.size} bytes")
+    (length,) = struct.unpack("<Q", source.read(0, 8))
+    if length > MAX_HEADER:
+        raise damaged(f"expected a header of at most {MAX_HEADER} bytes, found {length}")
+    if 8 + length > source.size:
+        raise damaged(
+            f"expected a header of {length} bytes, but the file has {source.size}; it looks"
+            " truncated"
+        )
+    raw = source.read(8, length)
+    if raw[:1] != b"{":
+        raise damaged(f"expected a header that starts with '{{', found {raw[:1]!r}")
+    try:
+        header = json.loads(
+            raw.decode(),
+            object_pairs_hook=_object,
+            parse_int=_non_negative,
+            parse_float=_no_number,
+            parse_constant=_no_number,
+        )
+    except (ValueError, RecursionError) as error:
+        # RecursionError has no text worth showing.
+        why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+        raise damaged(f"the header is not what safetensors allows: {why}") from None
+    metadata = header.pop(_METADATA, None)
+    if metadata is None:
+        metadata = {}
+    if type(metadata) is not dict or not all(type(text) is str for text in metadata.values()):
+        raise damaged("expected strings in __metadata__, found something else")
+    entries = []
+    for name, entry in header.items():
+        try:
+            entries.append(_entry(name, entry))
+        except ValueError as error:
+            raise damaged(f"tensor {_show(name)}: {error}") from None
+    entries.sort(key=lambda entry: entry[3:])
+    _refuse_gaps(source, entries, 8 + length)
+    return _Header(metadata, entries, 8 + length)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise ValueError(f"{_show(name)} is there twice")
+            seen.add(name)
+    for name, value in pairs:
+        name.encode()  # an escaped lone surrogate is a UnicodeEncodeError, thus a ValueError
+        if type(value) is str:
+            value.encode()
+    return found
+
+
+def _non_negative(digits: str) -> int:
+    if digits.startswith("-") or len(digits) > 20:
+        raise ValueError(f"expected sizes from 0 to 2^64, found {digits[:24]}")
+    return int(digits)
+
+
+def _no_number(text: str) -> Any:
+    raise ValueError(f"expected whole numbers, found {text[:24]}")
+
+
+def _entry(name: str, entry: Any) -> _Entry:
+    """Check one entry by itself; what is wrong with it is a ``ValueError``."""
+    if type(entry) is not dict or entry.keys() != _FIELDS:
+        found = (
+            ", ".join(sorted(map(_show, entry))) if type(entry) is dict else type(entry).__name__
+        )
+        raise ValueError(f"expected exactly dtype, shape and data_offsets, found {found[:200]}")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if type(dtype) is not str or not dtype:
+        raise ValueError("expected the name of a dtype")
+    if type(shape) is not list or not all(type(dim) is int and dim < 2**63 for dim in shape):
+        raise ValueError("expected a shape of whole numbers below 2^63")
+    if type(offsets) is not list or [type(at) for at in offsets] != [int, int]:
+        raise ValueError("expected two whole numbers as data_offsets")
+    start, end = offsets
+    if end < start:
+        raise ValueError(f"its data_offsets end before they start: {start}, {end}")
+    bits = _BITS.get(dtype)
+    if bits is None:
+        return _Entry(name, OPAQUE + dtype, shape, start, end)
+    count = 1
+    for dim in shape:
+        count *= dim
+        if count * bits >= 2**64:
+            raise ValueError(f"its shape {_show_shape(shape)} overflows 64 bits")
+    if count * bits % 8:
+        raise ValueError(f"{dtype} {_show_shape(shape)} does not end on a byte")
+    if count * bits // 8 != end - start:
+        raise ValueError(
+            f"{dtype} {_show_shape(shape)} takes {count * bits // 8} bytes, found {end - start}"
+        )
+    return _Entry(name, dtype, shape, start, end)
+
+
+def _refuse_gaps(source: ByteSource, entries: list[_Entry], data: int) -> None:
+    at = 0
+    for name, _, _, start, end in entries:
+        if start != at:
+            why = "leaves a hole" if start > at else "overlaps another tensor"
+            raise DamagedFileError(
+                f"{source.label}: tensor {_show(name)} {why}: expected it at {at} of the data,"
+                f" found {start}"
+            )
+        at = end
+    if data + at != source.size:
+        why = "it looks truncated" if data + at > source.size else "bytes follow its last tensor"
+        raise DamagedFileError(
+            f"{source.label}: expected {data + at} bytes, found {source.size}; {why}"
+        )
+    unknown = {entry.dtype for entry in entries if entry.dtype.startswith(OPAQUE)}
+    if len(unknown) > _MAX_UNKNOWN_DTYPES:
+        raise DamagedFileError(
+            f"{source.label}: {len(unknown)} unknown dtypes, expected at most {_MAX_UNKNOWN_DTYPES}"
+        )
+
+
+def _facts(metadata: dict[str, str]) -> dict[str, Any]:
+    kept: dict[str, str] = {}
+    room = _FACT_CHARS
+    for name, text in metadata.items():
+        room -= len(name) + len(text)
+        if room < 0 or len(kept) == _FACT_ENTRIES:
+            break
+        kept[name] = text
+    facts: dict[str, Any] = {"metadata": kept} if metadata else {}
+    if len(kept) < len(metadata):
+        facts["metadata_left_out"] = len(metadata) - len(kept)
+    return facts
+
+
+def _mindspore_crcs(source: ByteSource, entries: list[_Entry], data: int) -> tuple[int, int]:
+    """CRC32 over names and bytes in the order of names: of the bytes, and as MindSpore has it.
+
+    MindSpore (2.10) writes the CRC32 of ``bytes(array)``. That is the array's bytes, except for an
+    integer of shape ``()``: numpy offers it as an index, and Python makes that many zero bytes.
+    """
+    plain = quirky = 0
+    for name, dtype, shape, start, end in sorted(entries):
+        plain = zlib.crc32(name.encode(), plain)
+        quirky = zlib.crc32(name.encode(), quirky)
+        if dtype in _INT_DTYPES and not shape:
+            raw = source.read(data + start, end - start)
+            plain = zlib.crc32(raw, plain)
+            count = int.from_bytes(raw, "little", signed=dtype[0] == "I")
+            quirky = _crc32_of_zeros(max(count, 0), quirky)
+            continue
+        for at in range(start, end, _BLOCK):
+            block = source.read(data + at, min(_BLOCK, end - at))
+            same = plain == quirky
+            plain = zlib.crc32(block, plain)
+            quirky = plain if same else zlib.crc32(block, quirky)
+    return plain, quirky
+
+
+def _crc32_of_zeros(count: int, crc: int) -> int:
+    """``zlib.crc32(bytes(count), crc)`` without the bytes: 10^12 of them are a token counter.
+
+    A zero byte multiplies the register by x^8, modulo CRC32's polynomial.
+    """
+    power, factor = 1 << 31, 1 << 23
+    while count:
+        if count & 1:
+            power = _multiply(power, factor)
+        factor = _multiply(factor, factor)
+        count >>= 1
+    return _multiply(crc ^ 0xFFFFFFFF, power) ^ 0xFFFFFFFF
+
+
+def _multiply(left: int, right: int) -> int:
+    """Product of two polynomials modulo CRC32's, coefficients from the highest bit down."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = right >> 1 ^ (0xEDB88320 if right & 1 else 0)
+    return product
+
+
+def _show(name: str) -> str:
+    return ascii(name) if len(name) <= 100 else ascii(name[:100]) + "..."
+
+
+def _show_shape(shape: list[int]) -> str:
+    return str(shape) if len(shape) <= 16 else f"of {len(shape)} dimensions"
