@@ -461,7 +461,7 @@ def gaps(spans: npt.NDArray[np.int64], size: int) -> list[Span]:
     for offset, nbytes in spans[np.argsort(spans[:, 0], kind="stable")].tolist():
         if offset > at:
             found.append(Span(at, offset - at))
-        at = offset + nbytes
+        at = max(at, offset + nbytes)
     if size > at:
         found.append(Span(at, size - at))
     return found
