@@ -307,7 +307,11 @@ def test_a_cut_off_content_of_the_first_record_is_damage_not_another_format() ->
         ),
         (
             field(0x0A, field(0x0A, b"v") + field(0x12, tensor_proto("Int8", [1], b"x")) + b"\0"),
-            "fill",
+            "does not fill its record",
+        ),
+        (
+            field(0x0A, field(0x0A, b"v") + b"\x12\x08" + tensor_proto("Int8", [1], b"x")),
+            "does not fill its record",
         ),
         (field(0x0A, field(0x0A, b"v") + field(0x1A, b"\x0a\x7fxyz")), "does not fit"),
         (field(0x0A, field(0x0A, b"v") + field(0x1A, b"\x0b\x00")), "0x0b"),
@@ -370,6 +374,7 @@ def test_an_empty_map_has_no_tensors() -> None:
 def test_a_map_ends_a_cut_tensor() -> None:
     data = record("w", "Int8", [2], b"x") + map_record("m", [("int32", [1], bytes(4))])
     assert "takes 2 bytes, found 1" in damage(data)
+    assert "takes 2 bytes, found 1" in damage(data + record("w", "Int8", [2], b"y"))
 
 
 @pytest.mark.parametrize("cipher", ["AES-GCM", "AES-CBC", "SM4-CBC"])

@@ -320,6 +320,14 @@ def test_offsets_near_and_beyond_64_bits_do_not_overflow(offset: int) -> None:
             damage(from_entries({"w": entry(dtype, [4], offsets)}, bytes(16)))
 
 
+@pytest.mark.parametrize("dtype", ["U8", "F64", "F4"])
+def test_an_empty_shape_that_overflows_on_the_way_is_damage_as_in_the_reference(
+    dtype: str,
+) -> None:
+    assert "overflows" in damage(from_entries({"w": entry(dtype, [2**62, 2**62, 0], [0, 0])}))
+    assert locate(from_entries({"w": entry(dtype, [0, 2**62, 2**62], [0, 0])})).table.n_tensors
+
+
 def test_a_number_of_a_million_digits_is_damage_at_once() -> None:
     start = time.process_time()
     header = '{"w":{"dtype":"F32","shape":[' + "9" * 1_000_000 + '],"data_offsets":[0,16]}}'
