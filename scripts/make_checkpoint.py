@@ -18,7 +18,6 @@ import math
 import re
 import shutil
 import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -119,7 +118,8 @@ def write(
     options: argparse.Namespace, weights: list[Entry], moments: list[Entry]
 ) -> tuple[int, int]:
     """Write all files; how many they are, and how many distinct payload bytes they hold."""
-    n_files, distinct = 0, {}
+    n_files = 0
+    distinct: dict[str, int] = {}
     for step in range(100, 100 * options.steps + 1, 100):
         for rank in range(options.dp * options.mp):
             contents = Contents(options, rank, step)
@@ -420,4 +420,4 @@ def _share(text: str) -> Fraction:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
