@@ -1,0 +1,1 @@
+"""The slim checkpoint on disk. FORMAT.md, beside this file, says what every byte means."""
