@@ -482,3 +482,17 @@ def compact_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+ROOT_MANIFEST = b"slimckpt.json"
+ROOT_COPY = b"slimckpt.json.2"
+STORE_MARK = b'{"format":"slimckpt",'
+"""How the root manifest of a slim checkpoint starts."""
+
+
+def encode_path(path: bytes) -> str:
+    """A path as JSON holds it: bytes that are not UTF-8 as lone surrogates (PEP 383)."""
+    return path.decode("utf-8", "surrogateescape")
+
+
+def decode_path(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")

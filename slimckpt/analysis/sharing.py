@@ -1,0 +1,220 @@
+"""Deciding sameness: which bodies have the same bytes, and which files are worth rewriting.
+
+A *body* is what can be stored once: a payload, or a file's skeleton. Bodies are numbered:
+payload rows of the catalog first, then one skeleton a file.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from slimckpt.model import FLOOR, Catalog, Ints, Span, gaps
+from slimckpt.sources.digest import (
+    Digests,
+    Unit,
+    hash_unit,
+    run_units,
+    sample_unit,
+    units_of,
+)
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Bodies:
+    """The bodies of a catalog.
+
+    Attributes
+    ----------
+    nbytes, file : int64
+        Length and file of each body.
+    apart : bool
+        Payloads that a rewriter takes out of the skeleton; ``False`` for skeletons.
+    candidate : bool
+        Bodies that may be stored once: those apart, and skeletons of at least
+        :data:`~slimckpt.model.FLOOR` bytes. Nothing in a nested slim checkpoint is.
+    """
+
+    def __init__(self, catalog: Catalog, root: bytes) -> None:
+        self.catalog = catalog
+        self.root = root
+        table, files = catalog.table, catalog.files
+        self.n_payloads = table.n_payloads
+        self.n_files = len(files)
+        counts = np.diff(catalog.payload_start)
+        of_payload = np.repeat(np.arange(self.n_files), counts)
+        self.file: Ints = np.concatenate([of_payload, np.arange(self.n_files)])
+        out = np.where(table.stored_apart, table.payload_nbytes, 0)
+        taken = np.zeros(self.n_files, np.int64)
+        np.add.at(taken, of_payload, out)
+        self.sizes: Ints = np.array([file.size for file in files], np.int64)
+        self.nbytes: Ints = np.concatenate([table.payload_nbytes, self.sizes - taken])
+        self.apart: Mask = np.concatenate([table.stored_apart, np.zeros(self.n_files, np.bool_)])
+        usable = np.array([file.condition != "store" for file in files], np.bool_)
+        skeletons = (self.nbytes[self.n_payloads :] >= FLOOR) & usable
+        self.candidate: Mask = np.concatenate([table.stored_apart, skeletons])
+
+    def __len__(self) -> int:
+        return len(self.nbytes)
+
+    def skeleton(self, file: int) -> int:
+        """The body number of a file's skeleton."""
+        return self.n_payloads + file
+
+    def spans(self, body: int) -> tuple[Span, ...]:
+        """Where a body lies in its source file."""
+        if body < self.n_payloads:
+            return self.catalog.table.spans(body)
+        file = body - self.n_payloads
+        rows = self.catalog.payloads(file)
+        table = self.catalog.table
+        first = int(table.columns["span_end"][rows.start - 1]) if rows.start else 0
+        counts = np.diff(table.columns["span_end"][rows], prepend=first)
+        last = first + int(counts.sum())
+        spans = np.stack(
+            [table.columns[name][first:last] for name in ("span_offset", "span_nbytes")], axis=1
+        )
+        keep = np.repeat(self.apart[rows], counts)
+        return tuple(gaps(spans[keep], int(self.sizes[file])))
+
+    def path(self, file: int) -> bytes:
+        return os.path.join(self.root, self.catalog.files[file].path)
+
+    def units(self, files: Iterable[int], *, whole_pieces: bool = False) -> Iterator[Unit]:
+        """Work units over all bodies of the given files."""
+        for file in files:
+            rows = self.catalog.payloads(file)
+            bodies = [*range(rows.start, rows.stop), self.skeleton(file)]
+            pairs = ((body, self.spans(body)) for body in bodies)
+            label = self.catalog.files[file].label
+            if whole_pieces:
+                yield from units_of(self.path(file), label, pairs, unit=0)
+            else:
+                yield from units_of(self.path(file), label, pairs)
+
+
+def sample(bodies: Bodies, executor: Executor) -> Digests:
+    """Digests of samples: two bodies of different samples differ; of equal ones, maybe not."""
+    digests = Digests(np.minimum(bodies.nbytes, 1))  # a sample is one block, whatever its body
+    for _, hashed in run_units(
+        executor, sample_unit, bodies.units(range(bodies.n_files), whole_pieces=True)
+    ):
+        digests.add(hashed)
+    return digests
+
+
+def hash_files(
+    bodies: Bodies,
+    files: Iterable[int],
+    executor: Executor,
+    digests: Digests,
+    progress: Callable[[int], None] | None = None,
+) -> None:
+    """Digest every body of the given files, over all bytes."""
+    for unit, hashed in run_units(executor, hash_unit, bodies.units(files)):
+        digests.add(hashed)
+        if progress:
+            progress(unit.nbytes)
+
+
+def hash_whole(
+    bodies: Bodies, files: Iterable[int], executor: Executor, progress: Callable[[int], None] | None
+) -> Digests:
+    """Digest whole files; rows are file numbers."""
+    digests = Digests(bodies.sizes)
+    units = (
+        unit
+        for file in files
+        for unit in units_of(
+            bodies.path(file),
+            bodies.catalog.files[file].label,
+            [(file, (Span(0, int(bodies.sizes[file])),))],
+        )
+    )
+    for unit, hashed in run_units(executor, hash_unit, units):
+        digests.add(hashed)
+        if progress:
+            progress(unit.nbytes)
+    return digests
+
+
+@dataclass(slots=True)
+class Sharing:
+    """Which bodies are the same, and which files gain by being rewritten.
+
+    ``class_of`` numbers each body's bytes: equal numbers, equal bytes. ``users`` counts the
+    candidate bodies of each class in files that are ``rewritten``. A class with two or more users
+    is *shared*.
+    """
+
+    class_of: Ints
+    users: Ints
+    rewritten: Mask
+    shared_nbytes: Ints
+
+    def shared(self, bodies: Bodies) -> Mask:
+        """For each body, whether it is stored once for several users."""
+        here = bodies.candidate & self.rewritten[bodies.file]
+        return here & (self.users[self.class_of] >= 2)
+
+
+def classes(bodies: Bodies, digests: Digests) -> Ints:
+    """Number the bodies by (length, digest)."""
+    keys = np.zeros(len(bodies), np.dtype([("nbytes", "<i8"), ("digest", "V32")]))
+    keys["nbytes"] = bodies.nbytes
+    keys["digest"] = np.ascontiguousarray(digests.digests).view("V32")[:, 0]
+    unknown = np.flatnonzero(~digests.known)
+    flat = np.ascontiguousarray(keys).view("V40")
+    _, inverse = np.unique(flat, return_inverse=True)
+    class_of: Ints = inverse.reshape(-1).astype(np.int64)
+    # A body that was not hashed equals nothing.
+    class_of[unknown] = class_of.max(initial=-1) + 1 + np.arange(len(unknown))
+    return class_of
+
+
+def decide(bodies: Bodies, digests: Digests, min_saving: float) -> Sharing:
+    """Find what is the same, and leave out the files that gain too little.
+
+    Parameters
+    ----------
+    min_saving : float
+        Percent of a file's bytes that must be shared for it to be rewritten. All files below it
+        leave together, and the count is repeated until none leaves, so that the answer does not
+        depend on order. At 0 every file that is understood stays.
+
+    Notes
+    -----
+    With samples instead of digests the answer is an upper bound: what samples tell apart differs.
+    """
+    class_of = classes(bodies, digests)
+    n_classes = int(class_of.max(initial=-1)) + 1
+    understood = np.array([file.understood for file in bodies.catalog.files], np.bool_)
+    rewritten = np.array([file.condition != "store" for file in bodies.catalog.files], np.bool_)
+    while True:
+        here = bodies.candidate & rewritten[bodies.file]
+        users = np.bincount(class_of[here], minlength=n_classes)
+        shared = here & (users[class_of] >= 2)
+        gained = np.zeros(bodies.n_files, np.int64)
+        np.add.at(gained, bodies.file[shared], bodies.nbytes[shared])
+        enough = np.where(understood, gained * 100 >= min_saving * bodies.sizes, gained > 0)
+        leaving = rewritten & ~enough
+        if not leaving.any():
+            return Sharing(class_of, users, rewritten, gained)
+        rewritten &= enough
+
+
+def first_users(bodies: Bodies, sharing: Sharing) -> Mask:
+    """For each body, whether it is the first of its class among users: the one that is stored."""
+    here = np.flatnonzero(bodies.candidate & sharing.rewritten[bodies.file])
+    first = np.zeros(len(bodies), np.bool_)
+    _, at = np.unique(sharing.class_of[here], return_index=True)
+    first[here[at]] = True
+    return first
+
+
