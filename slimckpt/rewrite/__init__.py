@@ -1,0 +1,1 @@
+"""Moving bytes: plan, slim, restore, verify. Nothing here knows a format."""
