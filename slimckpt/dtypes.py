@@ -8,7 +8,7 @@ counting bytes).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -65,13 +65,14 @@ BY_NAME = {row.name: row for row in _TABLE}
 BY_MINDSPORE = {row.mindspore: row for row in _TABLE if row.mindspore}
 
 
-@lru_cache(maxsize=None)
+@cache
 def numpy_dtype(name: str, big_endian: bool = False) -> np.dtype[Any]:
     """The numpy dtype in which bytes of dtype ``name`` are viewed; ``uint8`` when packed."""
     row = BY_NAME[name]
     if row.packed:
         return np.dtype(np.uint8)
-    return _element(row.numpy).newbyteorder(">" if big_endian else "<")
+    found: np.dtype[Any] = _element(row.numpy).newbyteorder(">" if big_endian else "<")
+    return found
 
 
 def _element(spelling: str) -> np.dtype[Any]:
@@ -80,7 +81,8 @@ def _element(spelling: str) -> np.dtype[Any]:
     except TypeError:
         import ml_dtypes  # 27 ms; only where a dtype needs it
 
-        return np.dtype(getattr(ml_dtypes, spelling))
+        found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, spelling))
+        return found
 
 
 def nbytes_of(name: str, count: int) -> int | None:

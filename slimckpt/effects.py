@@ -222,13 +222,15 @@ def remove_file(path: bytes) -> None:
 def remove_tree(path: bytes) -> None:
     """Remove a directory of ours with all it holds; nothing if it is not there."""
     _about_to("rmtree", path)
+    if not os.path.isdir(path):
+        return
+    os.chmod(path, 0o700)
     for directory, names, _ in os.walk(path):
         for name in names:
             inner = os.path.join(directory, name)
             if not os.path.islink(inner):
                 os.chmod(inner, 0o700)
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(path)
+    shutil.rmtree(path)
 
 
 class EffectFile(io.RawIOBase):

@@ -151,7 +151,8 @@ class Table:
     @property
     def stored_apart(self) -> npt.NDArray[np.bool_]:
         """For each payload, whether a rewriter takes it out of the skeleton."""
-        return (self.columns["payload_nbytes"] >= FLOOR) & (self.columns["pinned"] == 0)
+        large: npt.NDArray[np.bool_] = self.columns["payload_nbytes"] >= FLOOR
+        return large & (self.columns["pinned"] == 0)
 
     def _run(self, ends: str, row: int) -> tuple[int, int]:
         column = self.columns[ends]
@@ -164,7 +165,9 @@ class Table:
     def path(self, row: int) -> str:
         """The exact path of the tensor inside its file; its name where the format is flat."""
         start, end = self._run("path_end", row)
-        return self.columns["paths"][start:end].tobytes().decode() if end > start else self.name(row)
+        return (
+            self.columns["paths"][start:end].tobytes().decode() if end > start else self.name(row)
+        )
 
     def names(self) -> list[str]:
         """All names, in row order."""
@@ -180,7 +183,7 @@ class Table:
         return tuple(self.columns["dims"][start:end].tolist())
 
     def dtype(self, row: int) -> str:
-        return self.dtypes[self.columns["dtype"][row]]
+        return self.dtypes[int(self.columns["dtype"][row])]
 
     def tensor(self, row: int) -> Tensor:
         columns = self.columns
@@ -197,7 +200,7 @@ class Table:
             nbytes=int(columns["nbytes"][row]),
             payload=home_row if home == HOME_PAYLOAD else None,
             fill=bytes.fromhex(self.fills[home_row]) if home == HOME_FILL else None,
-            encoding=self.encodings[columns["encoding"][row]],
+            encoding=self.encodings[int(columns["encoding"][row])],
         )
 
     def spans(self, row: int) -> tuple[Span, ...]:
@@ -482,6 +485,7 @@ def compact_ranks(ranks: Iterable[int]) -> str:
         else:
             runs.append([rank, rank])
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
 
 ROOT_MANIFEST = b"slimckpt.json"
 ROOT_COPY = b"slimckpt.json.2"

@@ -81,7 +81,5 @@ def _units(tree: Tree) -> Iterator[ScanUnit]:
         some = tree.files[first : first + _UNIT_FILES]
         yield ScanUnit(
             first,
-            tuple(
-                (tree.absolute(f.path), "" if f.in_store else show_path(f.path)) for f in some
-            ),
+            tuple((tree.absolute(f.path), "" if f.in_store else show_path(f.path)) for f in some),
         )

@@ -216,5 +216,3 @@ def first_users(bodies: Bodies, sharing: Sharing) -> Mask:
     _, at = np.unique(sharing.class_of[here], return_index=True)
     first[here[at]] = True
     return first
-
-

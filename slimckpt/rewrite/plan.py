@@ -174,9 +174,7 @@ def _replica_sets(bodies: Bodies, sharing: Sharing) -> dict[str, list[int]]:
         scope.setdefault(_ranks(roles), []).extend(found)
     joined: dict[str, list[int]] = {}
     for (scope_name, optimizer), scope in titled.items():
-        small = [
-            ranks for ranks, found in scope.items() if bodies.nbytes[found].sum() < SMALL_SET
-        ]
+        small = [ranks for ranks, found in scope.items() if bodies.nbytes[found].sum() < SMALL_SET]
         for ranks, found in scope.items():
             name = "ranks-mixed" if len(small) > 1 and ranks in small else ranks
             title = ".".join(

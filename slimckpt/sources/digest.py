@@ -178,7 +178,7 @@ class Digests:
     ``rows`` is how many bodies there are. Block digests are kept for bodies of more than a block.
     """
 
-    def __init__(self, nbytes: Sequence[int]) -> None:
+    def __init__(self, nbytes: Sequence[int] | Any) -> None:
         import numpy as np
 
         self.nbytes = nbytes

@@ -74,9 +74,7 @@ def lay_out(fd: int, path: bytes, datasets: Sequence[Dataset], links: Iterable[L
     small = [i for i, d in enumerate(datasets) if d.nbytes < LARGE]
     large = [i for i, d in enumerate(datasets) if d.nbytes >= LARGE]
     with EffectFile(fd, path) as raw:
-        file = h5f.create(
-            b"container", h5f.ACC_TRUNC, creation, _access(raw, 1, SMALL_ALIGNMENT)
-        )
+        file = h5f.create(b"container", h5f.ACC_TRUNC, creation, _access(raw, 1, SMALL_ALIGNMENT))
         try:
             groups = _groups(file, sorted({d.group for d in datasets} | {"tensors"}))
             _create(groups, datasets, small, offsets)

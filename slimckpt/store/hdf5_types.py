@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from slimckpt import dtypes
 
 
-@lru_cache(maxsize=None)
+@cache
 def hdf5_type(name: str, big_endian: bool) -> Any:
     """The ``h5py.h5t`` type of a dtype, or ``None`` where HDF5 cannot say it.
 

@@ -137,7 +137,9 @@ class FileIndex:
         if kind == FILL:
             return [Piece(FILLED, int(places.offset[row]), nbytes)]
         if kind == IN_SKELETON:
-            return [Piece(SKELETON, self._in_skeleton(s.offset), s.nbytes) for s in table.spans(row)]
+            return [
+                Piece(SKELETON, self._in_skeleton(s.offset), s.nbytes) for s in table.spans(row)
+            ]
         if kind != PARTS:
             raise StoreDamagedError(
                 f"{label}: payload {row} is stored in a way (kind {kind}) that this slimckpt does"
@@ -146,7 +148,11 @@ class FileIndex:
         part = int(places.offset[row])
         start = int(places.part_end[part - 1]) if part else 0
         parts = [
-            Piece(int(places.part_container[i]), int(places.part_offset[i]), int(places.part_nbytes[i]))
+            Piece(
+                int(places.part_container[i]),
+                int(places.part_offset[i]),
+                int(places.part_nbytes[i]),
+            )
             for i in range(start, int(places.part_end[part]))
         ]
         total = sum(p.nbytes for p in parts)

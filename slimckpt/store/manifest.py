@@ -122,7 +122,9 @@ class Part:
                     path = safe_path(entry["path"], root=target is None)
                     part.others.append(OtherEntry(path, _read_stat(entry), target))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreDamagedError(f"{label}: not a part of a slim checkpoint: {error!r}") from None
+            raise StoreDamagedError(
+                f"{label}: not a part of a slim checkpoint: {error!r}"
+            ) from None
         return part
 
 

@@ -91,9 +91,7 @@ class Store:
 
     def contents(self, container: Container) -> Contents:
         """The table of contents of a container, its digest checked."""
-        data = self.read_range(
-            container.name, container.contents_offset, container.contents_nbytes
-        )
+        data = self.read_range(container.name, container.contents_offset, container.contents_nbytes)
         if digest_of(data).hex() != container.contents_digest:
             raise StoreDamagedError(
                 f"{self.label(container.name)}: its table of contents is damaged"
@@ -152,9 +150,7 @@ class Store:
             )
         return runs
 
-    def _skeleton_places(
-        self, part: Part, entry: FileEntry
-    ) -> list[tuple[bytes | None, int, int]]:
+    def _skeleton_places(self, part: Part, entry: FileEntry) -> list[tuple[bytes | None, int, int]]:
         place = entry.skeleton
         if place.nbytes == 0:
             return []
@@ -187,9 +183,7 @@ class Store:
                 f" changed after {entry.file.label} was slimmed"
             )
 
-    def _locate(
-        self, part: Part, entry: FileEntry, piece: Piece
-    ) -> tuple[bytes | None, int, int]:
+    def _locate(self, part: Part, entry: FileEntry, piece: Piece) -> tuple[bytes | None, int, int]:
         if piece.container == FILLED:
             return None, piece.offset, piece.nbytes
         container = self.container(part, piece.container, entry)

@@ -1,0 +1,213 @@
+"""``restore STORE DST``: the originals, byte for byte, checked before they get their name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
+
+from slimckpt import effects
+from slimckpt.errors import StoreDamagedError
+from slimckpt.model import Span, Stat, StepLabel, show_path
+from slimckpt.progress import SILENT, Progress
+from slimckpt.rewrite.select import Chosen, Selection, choose
+from slimckpt.rewrite.slim import default_jobs
+from slimckpt.rewrite.workplace import check_destination, publish, workplace
+from slimckpt.sources.digest import UNIT, Digests, hash_unit, run_units, units_of
+from slimckpt.store.index import IN_SKELETON, FileIndex
+from slimckpt.store.manifest import FileEntry, Part
+from slimckpt.store.reader import Store
+from slimckpt.store.writer import CopyUnit, copy_unit
+
+
+@dataclass(slots=True)
+class RestoreResult:
+    """What was restored. Sizes in bytes."""
+
+    files: int
+    nbytes: int
+
+
+def restore(
+    store: str | bytes | os.PathLike[str],
+    destination: str | bytes | os.PathLike[str],
+    *,
+    steps: Sequence[StepLabel] = (),
+    ranks: Sequence[int] = (),
+    files: Sequence[str] = (),
+    run: str | None = None,
+    jobs: int | None = None,
+    progress: Progress = SILENT,
+) -> RestoreResult:
+    """Write the original tree, or a selection of it, to a path that does not exist yet.
+
+    Parameters
+    ----------
+    steps, ranks : sequences
+        Restore the files of these, those of the step that belong to no rank, and those that
+        belong to no step.
+    files : sequence of str
+        Globs on original paths (``*`` crosses ``/``); combined with steps and ranks, all must
+        hold.
+
+    Raises
+    ------
+    StoreDamagedError
+        What was restored is not what was stored; names the file and the tensor. Nothing is left
+        at ``destination``; ``files`` can select the rest.
+    UsageError
+        The selection matches nothing.
+    """
+    opened = Store(os.fsencode(store))
+    target = check_destination(os.fsencode(destination), opened.path)
+    chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run))
+    with ThreadPoolExecutor(jobs or default_jobs()) as executor, workplace(target) as work:
+        try:
+            _Restorer(opened, chosen, work, executor, progress).run()
+        finally:
+            progress.finish()
+        for directory, _, _ in os.walk(work):
+            effects.sync_directory(directory)
+        for entry in reversed(chosen.directories):
+            _give_back(os.path.join(work, entry.path) if entry.path else work, entry.stat)
+        publish(work, target, synced=True)
+    return RestoreResult(len(chosen.files), sum(entry.file.size for _, entry, _ in chosen.files))
+
+
+class _Restorer:
+    def __init__(
+        self,
+        store: Store,
+        chosen: Chosen,
+        work: bytes,
+        executor: Executor,
+        progress: Progress,
+    ) -> None:
+        self.store, self.chosen, self.work = store, chosen, work
+        self.executor, self.progress = executor, progress
+
+    def run(self) -> None:
+        for directory in self.chosen.directories:
+            if directory.path:
+                effects.make_directories(self._path(directory.path), 0o700)
+        total = sum(entry.file.size for _, entry, _ in self.chosen.files)
+        self.progress.start("restoring", total)
+        for unit, _ in run_units(self.executor, copy_unit, self._copies()):
+            self.progress.advance(unit.nbytes)
+        self.progress.start("checking", total)
+        synced = [self._path(names[0]) for _, _, names in self.chosen.files]
+        for _ in run_units(self.executor, _sync, synced):
+            pass
+        for part, entry, names in self.chosen.files:
+            self._check(part, entry, names[0])
+        for _, entry, names in self.chosen.files:
+            _give_back(self._path(names[0]), entry.file.stat)
+            for name in names[1:]:
+                effects.link(self._path(names[0]), self._path(name))
+        for link in self.chosen.symlinks:
+            assert link.target is not None
+            effects.symlink(link.target, self._path(link.path))
+            effects.change_owner(self._path(link.path), link.stat.uid, link.stat.gid)
+            effects.change_mtime(self._path(link.path), link.stat.mtime)
+
+    def _path(self, path: bytes) -> bytes:
+        return os.path.join(self.work, path)
+
+    def _copies(self) -> Iterator[CopyUnit]:
+        for part, entry, names in self.chosen.files:
+            target = self._path(names[0])
+            runs = self.store.runs(part, entry, self.store.index(part, entry))
+            fd = effects.create_file(target)
+            try:
+                effects.allocate(fd, entry.file.size, target)
+                by_source: dict[bytes, list[tuple[int, int, int]]] = {}
+                for at, name, offset, nbytes in runs:
+                    for cut in range(0, nbytes, UNIT):
+                        take = min(UNIT, nbytes - cut)
+                        if name is None:
+                            effects.write_at(fd, bytes([offset]) * take, at + cut, target)
+                        else:
+                            by_source.setdefault(name, []).append((offset + cut, at + cut, take))
+            finally:
+                os.close(fd)
+            for name, items in by_source.items():
+                yield from self._units(name, target, items)
+
+    def _units(
+        self, name: bytes, target: bytes, items: list[tuple[int, int, int]]
+    ) -> Iterator[CopyUnit]:
+        some: list[tuple[int, int, int]] = []
+        filled = 0
+        for item in [*items, None]:
+            if some and (item is None or filled + item[2] > UNIT or len(some) >= 4096):
+                yield CopyUnit(
+                    self.store.absolute(name), self.store.label(name), target, tuple(some), filled
+                )
+                some, filled = [], 0
+            if item is not None:
+                some.append(item)
+                filled += item[2]
+
+    def _check(self, part: Part, entry: FileEntry, name: bytes) -> None:
+        """Read a restored file back and compare it with what the store promises."""
+        index = self.store.index(part, entry)
+        wanted = expected(entry, index)
+        digests = Digests([sum(s.nbytes for s in spans) for spans, _ in wanted])
+        rows = [(row, spans) for row, (spans, _) in enumerate(wanted)]
+        for unit, hashed in run_units(
+            self.executor, hash_unit, units_of(self._path(name), entry.file.label, rows)
+        ):
+            digests.add(hashed)
+            self.progress.advance(unit.nbytes)
+        for row, (_, digest) in enumerate(wanted):
+            if digests.digests[row].tobytes() != digest:
+                raise StoreDamagedError(
+                    f"{entry.file.label}: {what_is(entry, index, row)} is damaged in the store"
+                    f" (expected digest {digest.hex()}, found"
+                    f" {digests.digests[row].tobytes().hex()}); nothing was restored. `slimckpt"
+                    " verify` lists all damage; --file restores the other files"
+                )
+
+
+def expected(entry: FileEntry, index: FileIndex | None) -> list[tuple[tuple[Span, ...], bytes]]:
+    """Spans of a source file, all of its bytes, with the digest of each: payloads stored apart
+    in row order, then the skeleton."""
+    found: list[tuple[tuple[Span, ...], bytes]] = []
+    if index is not None:
+        for row in range(index.table.n_payloads):
+            if index.places.kind[row] != IN_SKELETON:
+                found.append((index.table.spans(row), index.places.digest[row].tobytes()))
+        skeleton = tuple(index.skeleton_spans(entry.file.size))
+    else:
+        skeleton = (Span(0, entry.file.size),)
+    found.append((skeleton, bytes.fromhex(entry.skeleton.digest)))
+    return found
+
+
+def what_is(entry: FileEntry, index: FileIndex | None, row: int) -> str:
+    """The name of row ``row`` of :func:`expected`, for people."""
+    if index is None:
+        return "its content"
+    apart = (index.places.kind != IN_SKELETON).nonzero()[0].tolist()
+    if row >= len(apart):
+        return "its skeleton"
+    starts, rows = index.table.tensors_of_payloads()
+    names = [index.table.name(t) for t in rows[starts[apart[row]] : starts[apart[row] + 1]]]
+    return "tensor " + ", ".join(show_path(n.encode()) for n in names[:3]) if names else "a payload"
+
+
+def _sync(path: bytes) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        effects.sync(fd, path)
+    finally:
+        os.close(fd)
+
+
+def _give_back(path: bytes, stat: Stat) -> None:
+    effects.change_owner(path, stat.uid, stat.gid)
+    with contextlib.suppress(PermissionError):
+        effects.change_mode(path, stat.mode)
+    effects.change_mtime(path, stat.mtime)

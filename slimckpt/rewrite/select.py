@@ -1,0 +1,124 @@
+"""Choosing what to restore: by step, rank and path."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from slimckpt.errors import UsageError
+from slimckpt.model import StepLabel, encode_path, show_path
+from slimckpt.store.manifest import FileEntry, OtherEntry, Part
+from slimckpt.store.reader import Store
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """What was asked for; nothing given means everything.
+
+    A file is taken when it is of a chosen step, or has none; of a chosen rank, or has none; and
+    when one of its paths matches a chosen glob.
+    """
+
+    steps: tuple[StepLabel, ...] = ()
+    ranks: tuple[int, ...] = ()
+    globs: tuple[str, ...] = ()
+    run: str | None = None
+
+    @property
+    def everything(self) -> bool:
+        return not (self.steps or self.ranks or self.globs or self.run is not None)
+
+    def in_part(self, part: Part) -> bool:
+        if self.run is not None and part.step is not None and part.run != self.run:
+            return False
+        wanted = {str(step) for step in self.steps}
+        return not wanted or part.step is None or str(part.step) in wanted
+
+    def names(self, entry: FileEntry) -> list[bytes]:
+        """Which paths of a file of a chosen part are wanted."""
+        file = entry.file
+        if self.ranks and file.role.rank is not None and file.role.rank not in self.ranks:
+            return []
+        paths = [file.path, *file.links]
+        if not self.globs:
+            return paths
+        return [path for path in paths if self.matches(path)]
+
+    def matches(self, path: bytes) -> bool:
+        return any(fnmatchcase(encode_path(path), glob) for glob in self.globs)
+
+
+@dataclass(slots=True)
+class Chosen:
+    """What a selection came to: files with the paths wanted, and directories and links."""
+
+    files: list[tuple[Part, FileEntry, list[bytes]]] = field(default_factory=list)
+    directories: list[OtherEntry] = field(default_factory=list)
+    symlinks: list[OtherEntry] = field(default_factory=list)
+
+
+def choose(store: Store, selection: Selection) -> Chosen:
+    """Apply a selection.
+
+    Raises
+    ------
+    UsageError
+        A step, rank, run or glob matches nothing; lists what there is.
+    """
+    parts = list(store.parts())
+    _refuse_unknown(parts, selection)
+    chosen = Chosen()
+    directories: dict[bytes, OtherEntry] = {}
+    for part in parts:
+        here = selection.in_part(part)
+        for entry in part.files:
+            names = selection.names(entry) if here and entry.origin == "file" else []
+            if names:
+                chosen.files.append((part, entry, names))
+        for other in part.others:
+            if other.target is None:
+                directories[other.path] = other
+            elif here and (not selection.globs or selection.matches(other.path)):
+                chosen.symlinks.append(other)
+    if not selection.everything and not chosen.files and not chosen.symlinks:
+        raise UsageError("the selection matches no file; `slimckpt ls` shows what there is")
+    if selection.everything:
+        chosen.directories = list(directories.values())
+    else:
+        paths = [path for _, _, names in chosen.files for path in names]
+        paths += [link.path for link in chosen.symlinks]
+        needed = {above for path in paths for above in _above(path)}
+        chosen.directories = [directories[path] for path in needed if path in directories]
+    chosen.directories.sort(key=lambda entry: entry.path)
+    return chosen
+
+
+def _above(path: bytes) -> list[bytes]:
+    found = []
+    while path:
+        path = os.path.dirname(path)
+        found.append(path)
+    return found
+
+
+def _refuse_unknown(parts: Sequence[Part], selection: Selection) -> None:
+    steps = sorted({str(part.step) for part in parts if part.step is not None})
+    for step in selection.steps:
+        if str(step) not in steps:
+            raise UsageError(f"no step {step}; there are {', '.join(steps) or 'none'}")
+    if selection.run is not None and selection.run not in {part.run for part in parts}:
+        runs = sorted({repr(part.run) for part in parts})
+        raise UsageError(f"no run {selection.run!r}; there are {', '.join(runs)}")
+    ranks = {e.file.role.rank for part in parts for e in part.files}
+    for rank in selection.ranks:
+        if rank not in ranks:
+            known = ", ".join(str(r) for r in sorted(r for r in ranks if r is not None))
+            raise UsageError(f"no rank {rank}; there are {known or 'none'}")
+    paths = [p for part in parts for e in part.files for p in (e.file.path, *e.file.links)]
+    paths += [o.path for part in parts for o in part.others if o.target is not None]
+    for glob in selection.globs:
+        if not any(fnmatchcase(encode_path(path), glob) for path in paths):
+            first = show_path(paths[0]) if paths else "none"
+            raise UsageError(f"no file matches {glob!r}; paths are like {first}")

@@ -1,0 +1,375 @@
+"""``verify STORE``: is every byte there, and is the source still the same?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from slimckpt import formats
+from slimckpt.analysis.tree import Tree, walk
+from slimckpt.errors import SlimckptError, StoreDamagedError, UsageError
+from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, Stat, show_path
+from slimckpt.progress import SILENT, Progress
+from slimckpt.rewrite.restore import expected, what_is
+from slimckpt.rewrite.slim import default_jobs
+from slimckpt.sources.digest import BLOCK, Digests, digest_of, hash_unit, run_units, units_of
+from slimckpt.sources.positioned import FileSource
+from slimckpt.store.index import IN_SKELETON, STORED, Contents, FileIndex
+from slimckpt.store.manifest import Container, FileEntry, Part
+from slimckpt.store.reader import Store
+from slimckpt.store.spliced import SplicedSource
+from slimckpt.store.writer import structure_digest
+
+
+@dataclass(slots=True)
+class VerifyResult:
+    """What a check found. ``safe`` is set by ``against``: whether the source can be deleted."""
+
+    problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    files: int = 0
+    containers: int = 0
+    nbytes_read: int = 0
+    quick: bool = False
+    safe: bool | None = None
+
+    @property
+    def sound(self) -> bool:
+        return not self.problems
+
+
+def verify(
+    store: str | bytes | os.PathLike[str],
+    *,
+    quick: bool = False,
+    against: str | bytes | os.PathLike[str] | None = None,
+    jobs: int | None = None,
+    progress: Progress = SILENT,
+) -> VerifyResult:
+    """Check a slim checkpoint.
+
+    Parameters
+    ----------
+    quick : bool
+        Manifests, indexes, structure and sizes only; payloads are not read.
+    against : path, optional
+        Also compare every file, byte for byte and with its metadata, with this directory.
+
+    Returns
+    -------
+    VerifyResult
+        All problems found, not only the first.
+    """
+    if quick and against is not None:
+        raise UsageError("quick and against contradict each other: against reads every byte")
+    result = VerifyResult(quick=quick)
+    try:
+        opened = Store(os.fsencode(store))
+    except StoreDamagedError as error:
+        result.problems.append(str(error))
+        if against is not None:
+            result.safe = False
+        return result
+    with ThreadPoolExecutor(jobs or default_jobs()) as executor:
+        try:
+            _Verifier(opened, result, executor, progress).run()
+            if against is not None:
+                source = walk(os.fsencode(against))
+                _Comparison(opened, source, result, executor, progress).run()
+        finally:
+            progress.finish()
+    return result
+
+
+class _Verifier:
+    def __init__(
+        self, store: Store, result: VerifyResult, executor: Executor, progress: Progress
+    ) -> None:
+        self.store, self.result = store, result
+        self.executor, self.progress = executor, progress
+        self.contents: dict[bytes, Contents] = {}
+
+    def run(self) -> None:
+        self.result.problems += self.store.problems
+        self._extras()
+        parts = list(self._parts())
+        containers: dict[bytes, Container] = {}
+        for part in parts:
+            for container in part.containers:
+                if containers.setdefault(container.name, container) != container:
+                    self._problem(f"{self.store.label(container.name)}: parts disagree about it")
+        self._strays(parts, containers)
+        total = sum(c.nbytes for c in containers.values())
+        self.progress.start("verifying", total)
+        for container in containers.values():
+            self._guarded(self._container, container)
+        self.result.containers = len(containers)
+        for part in parts:
+            for entry in part.files:
+                self.result.files += 1
+                self._guarded(self._entry, part, entry)
+
+    def _problem(self, text: str) -> None:
+        self.result.problems.append(text)
+
+    def _guarded(self, work: Callable[..., None], *arguments: Any) -> None:
+        try:
+            work(*arguments)
+        except SlimckptError as error:
+            self._problem(str(error))
+        except OSError as error:
+            self._problem(f"{show_path(os.fsencode(error.filename or ''))}: {error.strerror}")
+
+    def _parts(self) -> Iterator[Part]:
+        for number in range(len(self.store.root.parts)):
+            try:
+                yield self.store.part(number)
+            except SlimckptError as error:
+                self._problem(str(error))
+
+    def _extras(self) -> None:
+        copy = self.store.absolute(ROOT_COPY)
+        if not os.path.exists(copy) or (
+            self.store.read_file(ROOT_COPY) != self.store.read_file(ROOT_MANIFEST)
+            and not self.store.problems
+        ):
+            self._problem(f"{show_path(copy)}: not the same as slimckpt.json")
+        for name, extra in self.store.root.extras.items():
+            try:
+                data = self.store.read_file(name.encode())
+            except StoreDamagedError as error:
+                self._problem(str(error))
+                continue
+            if digest_of(data).hex() != extra["digest"]:
+                self._problem(f"{self.store.label(name.encode())}: changed since it was written")
+
+    def _strays(self, parts: list[Part], containers: dict[bytes, Container]) -> None:
+        known = {ROOT_MANIFEST, ROOT_COPY, *containers}
+        known |= {name.encode() for name in self.store.root.extras}
+        known |= {part.name.encode() for part in self.store.root.parts}
+        known |= {e.skeleton.name for p in parts for e in p.files if e.skeleton.kind == "whole"}
+        strays = []
+        for directory, _, names in os.walk(self.store.path):
+            inner = os.path.relpath(directory, self.store.path)
+            for name in names:
+                path = name if inner == b"." else os.path.join(inner, name)
+                if path not in known:
+                    strays.append(path)
+        if strays:
+            self.result.notes.append(
+                f"{len(strays)} files in the store belong to nothing (first:"
+                f" {show_path(min(strays))})"
+            )
+
+    def _container(self, container: Container) -> None:
+        path, label = self.store.absolute(container.name), self.store.label(container.name)
+        try:
+            size = os.stat(path).st_size
+        except OSError as error:
+            raise StoreDamagedError(f"{label}: {error.strerror}") from None
+        if size != container.nbytes:
+            raise StoreDamagedError(
+                f"{label}: {size} bytes, expected {container.nbytes}; it looks"
+                f" {'truncated' if size < container.nbytes else 'changed'}"
+            )
+        contents = self.store.contents(container)
+        self.contents[container.name] = contents
+        spans = list(map(Span, contents.offset.tolist(), contents.nbytes.tolist()))
+        table = Span(container.contents_offset, container.contents_nbytes)
+        found = structure_digest(path, container.name, [*spans, table], container.nbytes)
+        if found != container.structure:
+            self._problem(f"{label}: its HDF5 structure is damaged")
+        if self.result.quick:
+            return
+        digests = Digests(contents.nbytes)
+        rows = [(row, (span,)) for row, span in enumerate(spans)]
+        for unit, hashed in run_units(self.executor, hash_unit, units_of(path, label, rows)):
+            digests.add(hashed)
+            self.result.nbytes_read += unit.nbytes
+            self.progress.advance(unit.nbytes)
+        for row in np.flatnonzero((digests.digests != contents.digest).any(axis=1)).tolist():
+            self._problem(
+                f"{label}: {spans[row].nbytes} bytes at {spans[row].offset} are damaged (expected"
+                f" digest {contents.digest[row].tobytes().hex()}, found"
+                f" {digests.digests[row].tobytes().hex()})"
+            )
+
+    def _entry(self, part: Part, entry: FileEntry) -> None:
+        index = self.store.index(part, entry)
+        runs = self.store.runs(part, entry, index)  # proves that the pieces make up the file
+        self._promises(part, entry, index)
+        if self.result.quick:
+            return
+        if entry.skeleton.kind == "whole":
+            name = self.store.absolute(entry.skeleton.name)
+            digests = Digests([entry.file.size])
+            units = units_of(name, entry.file.label, [(0, (Span(0, entry.file.size),))])
+            for unit, hashed in run_units(self.executor, hash_unit, units):
+                digests.add(hashed)
+                self.result.nbytes_read += unit.nbytes
+            if digests.digests[0].tobytes().hex() != entry.skeleton.digest:
+                self._problem(f"{self.store.label(entry.skeleton.name)}: its bytes are damaged")
+        if entry.file.understood and runs:
+            with SplicedSource(self.store, part, entry, index) as source:
+                wrong = formats.check(entry.file.format, source)
+            if wrong:
+                self._problem(wrong)
+
+    def _promises(self, part: Part, entry: FileEntry, index: FileIndex | None) -> None:
+        """What an entry says lies in a container is what the container says it has."""
+        wanted: list[tuple[int, int, int, bytes]] = []
+        place = entry.skeleton
+        if place.kind == "stored":
+            digest = bytes.fromhex(place.digest)
+            wanted.append((place.container, place.offset, place.nbytes, digest))
+        if index is not None:
+            places = index.places
+            for row in np.flatnonzero(places.kind == STORED).tolist():
+                wanted.append(
+                    (
+                        int(places.container[row]),
+                        int(places.offset[row]),
+                        int(index.table.payload_nbytes[row]),
+                        places.digest[row].tobytes(),
+                    )
+                )
+        others = (
+            index is not None
+            and ((index.places.kind != STORED) & (index.places.kind != IN_SKELETON)).any()
+        )
+        stored = {
+            name: self._by_offset(name) for name in {part.containers[w[0]].name for w in wanted}
+        }
+        for container, offset, nbytes, digest in wanted:
+            name = part.containers[container].name
+            if name in self.contents and stored[name].get(offset) != (nbytes, digest):
+                self._problem(
+                    f"{entry.file.label}: {nbytes} bytes at {offset} of {show_path(name)} are not"
+                    " listed there with the digest its index names"
+                )
+        if (others or place.kind in ("parts", "fill")) and not self.result.quick:
+            self._spliced(part, entry, index)
+
+    def _by_offset(self, name: bytes) -> dict[int, tuple[int, bytes]]:
+        contents = self.contents.get(name)
+        if contents is None:
+            return {}
+        digests = [row.tobytes() for row in contents.digest]
+        pairs = zip(contents.nbytes.tolist(), digests, strict=True)
+        return dict(zip(contents.offset.tolist(), pairs, strict=True))
+
+    def _spliced(self, part: Part, entry: FileEntry, index: FileIndex | None) -> None:
+        """Hash what no table of contents lists: fills and payloads in parts."""
+        with SplicedSource(self.store, part, entry, index) as source:
+            for row, (spans, digest) in enumerate(expected(entry, index)):
+                data = b"".join(source.read(*span) for span in spans)
+                if digest_of(data) != digest:
+                    self._problem(f"{entry.file.label}: {what_is(entry, index, row)} is damaged")
+
+
+class _Comparison:
+    """Compares what would be restored with a source tree."""
+
+    def __init__(
+        self,
+        store: Store,
+        source: Tree,
+        result: VerifyResult,
+        executor: Executor,
+        progress: Progress,
+    ) -> None:
+        self.store, self.source, self.result = store, source, result
+        self.executor, self.progress = executor, progress
+
+    def run(self) -> None:
+        parts = []
+        for number in range(len(self.store.root.parts)):
+            try:
+                parts.append(self.store.part(number))
+            except SlimckptError:
+                continue  # reported already
+        files = {f.path: f for f in self.source.files}
+        stored = {e.file.path: (p, e) for p in parts for e in p.files if e.origin == "file"}
+        others = {o.path: o for p in parts for o in p.others}
+        links = {link.path: link for link in self.source.symlinks}
+        directories = dict(self.source.directories)
+        here = {*files, *links, *directories}
+        there = {*stored, *others}
+        self._missing(here - there, "is in the source but not in the store")
+        self._missing(there - here, "is in the store but not in the source")
+        for path, other in others.items():
+            stat = directories.get(path) if other.target is None else None
+            if other.target is not None and path in links:
+                stat = links[path].stat
+                if links[path].target != other.target:
+                    self.result.problems.append(f"{show_path(path)}: points elsewhere")
+            if stat is not None:
+                self._same_stat(path, stat, other.stat, link=other.target is not None)
+        both = [path for path in stored if path in files]
+        self.progress.start("comparing", sum(files[path].size for path in both))
+        for path in both:
+            entry = stored[path][1]
+            self._same_stat(path, files[path].stat, entry.file.stat, link=False)
+            if files[path].links != entry.file.links:
+                self.result.problems.append(f"{show_path(path)}: its hard links differ")
+        pairs = [(path, *stored[path]) for path in both]
+        for (path, _, _), difference in run_units(self.executor, self._compare, pairs):
+            self.progress.advance(files[path].size)
+            if difference:
+                self.result.problems.append(difference)
+        dropped = self.store.root.totals.get("dropped_tensors", 0)
+        if dropped:
+            self.result.problems.append(f"{dropped} tensors were dropped when it was slimmed")
+        if self.source.xattrs:
+            self.result.notes.append(
+                f"{len(self.source.xattrs)} entries of the source have extended attributes or ACLs,"
+                " which are not kept"
+            )
+        self.result.safe = not self.result.problems
+
+    def _missing(self, paths: set[bytes], what: str) -> None:
+        self.result.problems += [f"{show_path(path) or '.'} {what}" for path in sorted(paths)]
+
+    def _same_stat(self, path: bytes, source: Stat, stored: Stat, link: bool) -> None:
+        for name in ("mtime", "uid", "gid") if link else ("mode", "mtime", "uid", "gid"):
+            now, then = getattr(source, name), getattr(stored, name)
+            if now != then:
+                self.result.problems.append(
+                    f"{show_path(path) or '.'}: {name} is {now} in the source, {then} in the store"
+                )
+
+    def _compare(self, pair: tuple[bytes, Part, FileEntry]) -> str | None:
+        path, part, entry = pair
+        try:
+            index = self.store.index(part, entry)
+            with (
+                SplicedSource(self.store, part, entry, index) as stored,
+                FileSource(self.source.absolute(path), entry.file.label) as source,
+            ):
+                if source.size != stored.size:
+                    return (
+                        f"{entry.file.label}: {source.size} bytes in the source, {stored.size} in"
+                        " the store"
+                    )
+                for at in range(0, source.size, BLOCK):
+                    take = min(BLOCK, source.size - at)
+                    if source.read(at, take) != stored.read(at, take):
+                        return f"{entry.file.label}: differs between bytes {at} and {at + take}"
+        except SlimckptError as error:
+            return str(error)
+        except OSError as error:
+            return f"{entry.file.label}: {error.strerror}"
+        return None
+
+
+def sentence(result: VerifyResult, against: str) -> str:
+    """Whether the source can be deleted, in one sentence."""
+    if result.safe:
+        return f"{against} is safe to delete: every file of it is in the store, byte for byte."
+    count = len(result.problems)
+    return f"{against} is NOT safe to delete: {count} problem{'s' * (count != 1)} (see above)."
