@@ -26,17 +26,19 @@ _SEGMENTS = {
         "fp32_flat_groups fp32_param fp32_params master master_params master_weights "
         "single_partition_of_fp32_groups"
     ),
-    _OTHER: "accu_grads grads rng rng_state",
+    _OTHER: (
+        "accu_grads cuda_rng_state grads np_rng_state random_rng_state rng rng_state "
+        "rng_tracker_states torch_rng_state"
+    ),
 }
 """Whole segments of a name that say what it is, wherever they stand."""
 
 _PATTERNS = {
     # Paddle: linear_0.w_0_moment1_0, and linear_0.w_0_fp32_master_0 with its own moments
-    _OPTIMIZER: r".*_(?:moment[12]|beta[12]_pow_acc|velocity)_[0-9]+",
-    _MASTER: r".*_fp32_master_[0-9]+|fp32_from_fp16.*",
-    _OTHER: r".*_rng_states?",
+    _OPTIMIZER: r"_(?:moment[12]|beta[12]_pow_acc|velocity)_[0-9]+\Z",
+    _MASTER: r"_fp32_master_[0-9]+\Z|\Afp32_from_fp16",
 }
-"""The same, for segments with a varying part."""
+"""The same, for segments with a varying part; each such segment has an underscore."""
 
 _LAST_SEGMENTS = (
     "current_iterator_step epoch epoch_num global_step iteration last_overflow_iterator_step "
@@ -46,7 +48,7 @@ _LAST_SEGMENTS = (
 
 _KNOWN = {segment: code for code, text in _SEGMENTS.items() for segment in text.split()}
 _LAST_OTHER = frozenset(_LAST_SEGMENTS.split())
-_COMPILED = {code: re.compile(pattern, re.DOTALL) for code, pattern in _PATTERNS.items()}
+_VARYING = re.compile("|".join(f"(?P<c{code}>{text})" for code, text in _PATTERNS.items()))
 
 
 def categorize(
@@ -97,8 +99,10 @@ def _by_name(name: str) -> int:
 
 @lru_cache(maxsize=1 << 16)
 def _by_segment(segment: str) -> int:
-    matches = (code for code, pattern in _COMPILED.items() if pattern.fullmatch(segment))
-    return max(matches, default=_KNOWN.get(segment, _WEIGHT))
+    known = _KNOWN.get(segment, _WEIGHT)
+    if known or "_" not in segment or not (match := _VARYING.search(segment)):
+        return known
+    return next(code for code in _PATTERNS if match[f"c{code}"])
 
 
 def _compile(overrides: Sequence[tuple[str, str]]) -> Callable[[str], int | None]:
@@ -111,6 +115,9 @@ def _compile(overrides: Sequence[tuple[str, str]]) -> Callable[[str], int | None
         rules.append((re.compile(translate(glob)).match, CATEGORIES.index(category)))
 
     def override(name: str) -> int | None:
-        return next((code for matches, code in rules if matches(name)), None)
+        for matches, code in rules:
+            if matches(name):
+                return code
+        return None
 
     return override

@@ -17,58 +17,53 @@ class _Of(Flag):
 
 
 class _Row(NamedTuple):
-    """Names of one kind. The groups of ``pattern``, which is to match all of a path component, say
-    what the name states: ``step`` (a number), ``label`` (a step of several numbers), ``rank`` or a
+    """Names of one kind. ``pattern`` is to match all of a path component, and its groups say what
+    such a name states: ``step`` (a number), ``label`` (a step of several numbers), ``rank`` or a
     coordinate."""
 
     of: _Of
-    pattern: re.Pattern[str]
+    pattern: str
 
 
-def _row(of: _Of, pattern: str) -> _Row:
-    # N is a number that fits 64 bits; HEAD and TAIL are what a file name may have around the part
-    # that counts. A TAIL does not start with a digit, or a number too long would be read in part.
-    for short, long in (
-        ("HEAD", r"(?:.*[_.-])?"),
-        ("TAIL", r"(?:[_.-](?![0-9]).*)?"),
-        ("REST", r"(?:[_.-].*)?"),
-        ("N", r"[0-9]{1,18}"),
-    ):
-        pattern = pattern.replace(short, long)
-    return _Row(of, re.compile(pattern, re.DOTALL))
-
-
-_MP = r"mp_rank_(?P<tp>N)(?:_(?P<pp>N))?(?:_(?P<ep>N))?"
-_ZERO = r"(?:(?:bf|fp)16_)?zero_pp_rank_(?P<dp>N)_mp_rank_(?P<tp>N)"
-# A tensor-parallel rank or the rank of an adapter is not a rank of the job.
-_GLOBAL = "".join(
+_N = r"[0-9]{1,18}"
+"""A number that surely fits 64 bits."""
+_HEAD, _TAIL = r"(?:.*[_.-])?", r"(?:[_.-].*)?"
+"""What a file name may have around the part that counts."""
+_MP = rf"mp_rank_(?P<tp>{_N})(?:_(?P<pp>{_N}))?(?:_(?P<ep>{_N}))?"
+_ZERO = rf"(?:(?:bf|fp)16_)?zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<tp>{_N})"
+_MP_TAIL = r"(?:[_.-](?![0-9]).*)?"
+"""No digit first, or a number too long for a coordinate would count as the rest of the name."""
+_OF_THE_JOB = "".join(
     rf"(?<!(?<![^_.-]){word}[_-])" for word in ("[cdemstp]p", "local", "node", "lora", "low")
 )
+"""Tensor-parallel ranks, ranks in a node and ranks of adapters are not ranks of the job."""
 
 _TABLE = (
     # Megatron-LM, MindFormers
-    _row(_Of.DIRECTORY, r"iter(?:ation)?_(?P<step>N)"),
+    _Row(_Of.DIRECTORY, rf"iter(?:ation)?_(?P<step>{_N})"),
     # DeepSpeed
-    _row(_Of.DIRECTORY, r"global_step(?P<step>N)"),
+    _Row(_Of.DIRECTORY, rf"global_step(?P<step>{_N})"),
     # Hugging Face Trainer
-    _row(_Of.DIRECTORY, r"checkpoint-(?P<step>N)"),
-    _row(_Of.DIRECTORY, r"step[_-]?(?P<step>N)"),
+    _Row(_Of.DIRECTORY, rf"checkpoint-(?P<step>{_N})"),
+    _Row(_Of.DIRECTORY, rf"step[_-]?(?P<step>{_N})"),
     # Lightning, whose step counts over all epochs; sharded strategies write a directory
-    _row(
-        _Of.DIRECTORY | _Of.FILE, r"(?:.*-)?epoch=N-step=(?P<step>N)(?:-v[0-9]+)?(?:\.[A-Za-z]+)?"
+    _Row(
+        _Of.DIRECTORY | _Of.FILE,
+        rf"(?:.*-)?epoch={_N}-step=(?P<step>{_N})(?:-v[0-9]+)?(?:\.[A-Za-z]+)?",
     ),
     # MindSpore, whose step starts anew in every epoch
-    _row(_Of.FILE, r".*-(?P<label>N_N)\.(?:ckpt|safetensors)"),
-    _row(_Of.FILE, r"HEADstep[_-]?(?P<step>N)REST"),
-    _row(_Of.DIRECTORY, r"rank[_-]?(?P<rank>N)"),
-    _row(_Of.FILE, rf"HEAD{_GLOBAL}rank[_-]?(?P<rank>N)REST"),
+    _Row(_Of.FILE, rf".*-(?P<label>{_N}_{_N})\.(?:ckpt|safetensors)"),
+    _Row(_Of.FILE, rf"{_HEAD}step[_-]?(?P<step>{_N}){_TAIL}"),
+    _Row(_Of.DIRECTORY, rf"rank[_-]?(?P<rank>{_N})"),
+    _Row(_Of.FILE, rf"{_HEAD}{_OF_THE_JOB}rank[_-]?(?P<rank>{_N}){_TAIL}"),
     # Megatron-LM, DeepSpeed. Without pipeline but with expert parallelism Megatron-LM writes
     # mp_rank_TT_EEE, which no one can tell from mp_rank_TT_PPP.
-    _row(_Of.DIRECTORY, _MP),
-    _row(_Of.FILE, _MP + "TAIL"),
-    _row(_Of.DIRECTORY, _ZERO),
-    _row(_Of.FILE, _ZERO + "TAIL"),
+    _Row(_Of.DIRECTORY, _MP),
+    _Row(_Of.FILE, _MP + _MP_TAIL),
+    _Row(_Of.DIRECTORY, _ZERO),
+    _Row(_Of.FILE, _ZERO + _MP_TAIL),
 )
+_PATTERNS = [(row.of, re.compile(row.pattern, re.DOTALL)) for row in _TABLE]
 
 
 def role_of(path: bytes, directory: bool = False) -> Role:
@@ -139,8 +134,8 @@ def _stated(
 ) -> tuple[StepLabel | None, int | None, tuple[tuple[str, int], ...]]:
     """The step, rank and coordinates that one component states."""
     found: dict[str, str] = {}
-    for row in _TABLE:
-        if of in row.of and (match := row.pattern.fullmatch(component)):
+    for kinds, pattern in _PATTERNS:
+        if of in kinds and (match := pattern.fullmatch(component)):
             for group, text in match.groupdict().items():
                 if text is not None:
                     found.setdefault(group, text)
