@@ -159,11 +159,10 @@ def _replica_sets(bodies: Bodies, sharing: Sharing) -> dict[str, list[int]]:
     """Title of each shared container -> the bodies to put there (one for each class)."""
     users = np.flatnonzero(sharing.shared(bodies))
     order = users[np.argsort(sharing.class_of[users], kind="stable")]
-    bounds = np.flatnonzero(np.diff(sharing.class_of[order], prepend=-1)).tolist()
+    bounds = np.flatnonzero(np.diff(sharing.class_of[order])) + 1
     only = optimizer_only(bodies)
     sets: dict[tuple[tuple[int, ...], bool], list[int]] = {}
-    for start, end in zip(bounds, [*bounds[1:], len(order)], strict=True):
-        group = order[start:end]
+    for group in np.split(order, bounds) if len(order) else ():
         members = tuple(np.unique(bodies.file[group]).tolist())
         if len(members) > 1 or not bodies.catalog.files[members[0]].understood:
             sets.setdefault((members, bool(only[group].all())), []).append(int(group[0]))

@@ -1,0 +1,5 @@
+"""``python -m slimckpt``."""
+
+from slimckpt.cli import main
+
+main()

@@ -1,0 +1,103 @@
+"""How the commands show sizes, tables, progress and JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from slimckpt.progress import SILENT, Progress
+
+_UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
+
+
+def size(nbytes: int) -> str:
+    """``1.50 GB``: three figures, decimal units."""
+    value, unit = float(nbytes), 0
+    while abs(value) >= 999.5 and unit < len(_UNITS) - 1:
+        value, unit = value / 1000, unit + 1
+    if unit == 0:
+        return f"{nbytes} B"
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {_UNITS[unit]}"
+
+
+def percent(part: int, whole: int) -> str:
+    return f"{100 * part / whole:.0f} %" if whole else "0 %"
+
+
+def count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
+    """Aligned columns; those in ``left`` to the left, others to the right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  " + "  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def emit_json(value: Any) -> None:
+    """One JSON document on stdout; bytes of names that are not UTF-8 stay escaped."""
+    click.echo(json.dumps(value, indent=2))
+
+
+def quiet_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option("--quiet", "-q", is_flag=True, help="No progress on stderr.")(command)
+
+
+def json_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--json", "as_json", is_flag=True, help="The result as JSON, with a versioned schema."
+    )(command)
+
+
+def jobs_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--jobs", "-j", type=click.IntRange(1), help="Threads; by default as many as cores."
+    )(command)
+
+
+def progress(quiet: bool) -> Progress:
+    """A bar on a terminal, nothing elsewhere."""
+    return SILENT if quiet or not sys.stderr.isatty() else _Bar()
+
+
+class _Bar(Progress):
+    """Bytes, rate and time left, by phase."""
+
+    def __init__(self) -> None:
+        self._bar: Any = None
+
+    def start(self, phase: str, total: int) -> None:
+        from tqdm import tqdm
+
+        self.finish()
+        unit = "files" if phase == "reading headers" else "B"
+        self._bar = tqdm(
+            total=total,
+            desc=phase,
+            unit=unit,
+            unit_scale=unit == "B",
+            leave=False,
+            dynamic_ncols=True,
+            file=sys.stderr,
+        )
+
+    def advance(self, amount: int) -> None:
+        if self._bar is not None:
+            self._bar.update(amount)
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
