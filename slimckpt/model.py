@@ -152,7 +152,8 @@ class Table:
     def stored_apart(self) -> npt.NDArray[np.bool_]:
         """For each payload, whether a rewriter takes it out of the skeleton."""
         large: npt.NDArray[np.bool_] = self.columns["payload_nbytes"] >= FLOOR
-        return large & (self.columns["pinned"] == 0)
+        large[self.columns["pinned"] != 0] = False
+        return large
 
     def _run(self, ends: str, row: int) -> tuple[int, int]:
         column = self.columns[ends]
@@ -207,6 +208,20 @@ class Table:
         start, end = self._run("span_end", row)
         offsets = self.columns["span_offset"][start:end].tolist()
         return tuple(map(Span, offsets, self.columns["span_nbytes"][start:end].tolist()))
+
+    def all_spans(self, rows: slice) -> list[tuple[Span, ...]]:
+        """The spans of many payloads at once."""
+        ends = self.columns["span_end"][rows].tolist()
+        first = int(self.columns["span_end"][rows.start - 1]) if rows.start else 0
+        last = ends[-1] if ends else first
+        columns = (
+            self.columns[name][first:last].tolist() for name in ("span_offset", "span_nbytes")
+        )
+        spans = list(map(Span, *columns))
+        if len(spans) == len(ends):
+            return [(span,) for span in spans]
+        starts = [first, *ends[:-1]]
+        return [tuple(spans[a - first : b - first]) for a, b in zip(starts, ends, strict=True)]
 
     def payload(self, row: int) -> Payload:
         return Payload(

@@ -90,8 +90,9 @@ class Bodies:
         """Work units over all bodies of the given files."""
         for file in files:
             rows = self.catalog.payloads(file)
-            bodies = [*range(rows.start, rows.stop), self.skeleton(file)]
-            pairs = ((body, self.spans(body)) for body in bodies)
+            pairs = list(enumerate(self.catalog.table.all_spans(rows), rows.start))
+            skeleton = self.skeleton(file)
+            pairs.append((skeleton, self.spans(skeleton)))
             label = self.catalog.files[file].label
             if whole_pieces:
                 yield from units_of(self.path(file), label, pairs, unit=0)

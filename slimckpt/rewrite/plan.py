@@ -19,6 +19,7 @@ from slimckpt.sources.digest import BLOCK, DIGEST
 from slimckpt.store.container import LARGE, PAGE, SMALL_ALIGNMENT
 from slimckpt.store.index import FileIndex, Places
 from slimckpt.store.manifest import OtherEntry
+from slimckpt.store.writer import extras_nbytes
 
 MAX_CONTAINER = 64 * 2**30
 SMALL_SET = 16 * 2**20
@@ -28,8 +29,8 @@ MAX_LINKS = 10_000
 _CONTAINER_BYTES = 4096
 _DATASET_BYTES = 600
 _LINK_BYTES = 260
-_ENTRY_BYTES = 900
-_EXTRA_BYTES = 40_000
+_ENTRY_BYTES = 540
+_PART_BYTES = 600
 """What structure costs, measured on containers of 1 to 20,000 datasets and rounded up."""
 
 
@@ -243,9 +244,9 @@ def _predict(
     parts: list[PlannedPart],
 ) -> tuple[int, int]:
     """Bytes and inodes of the store; bytes a little too high rather than too low."""
-    total = _EXTRA_BYTES + sum(int(bodies.sizes[number]) for number in whole)
+    total = extras_nbytes() + len(parts) * _PART_BYTES
+    total += sum(int(bodies.sizes[number]) for number in whole)
     names = list(whole.values())
-    table = bodies.catalog.table
     for container in containers:
         names.append(container.name)
         sizes = bodies.nbytes[container.bodies] if container.bodies else np.zeros(0, np.int64)
@@ -254,9 +255,7 @@ def _predict(
         links = 0
         for number in container.indexes:
             if number not in whole:
-                rows = bodies.catalog.tensors(number)
-                links += min(rows.stop - rows.start, MAX_LINKS)
-                total += int(np.diff(table.columns["name_end"][rows]).sum())
+                links += min(int(bodies.apart[bodies.catalog.payloads(number)].sum()), MAX_LINKS)
         total += (
             _CONTAINER_BYTES
             + int(sizes.sum())
@@ -266,6 +265,7 @@ def _predict(
             + links * _LINK_BYTES
             + sum(index_nbytes[number] + 2 * _DATASET_BYTES for number in container.indexes)
         )
+    total += 320 * len(containers)
     entries = len(tree.files) + len(tree.directories) + len(tree.symlinks)
     facts = sum(len(str(file.facts)) for file in bodies.catalog.files)
     paths = sum(2 * len(file.path) for file in bodies.catalog.files)

@@ -17,13 +17,15 @@ from typing import Any, NamedTuple, TypeVar
 from blake3 import blake3
 
 from slimckpt.model import Span
-from slimckpt.sources.positioned import cut, read_spans_into
+from slimckpt.sources.positioned import Window, cut, read_spans_into
 
 BLOCK = 4 * 1024 * 1024
 CONTEXT = "slimckpt block tree"
 DIGEST = 32
 SAMPLE = 256
 """Bytes read at the start, in the middle and at the end of a payload to sample it."""
+NEAR = 64 * 1024
+"""Payloads up to this many bytes are read together with what follows them."""
 UNIT = 64 * 1024 * 1024
 """Bytes of work in one unit."""
 
@@ -86,7 +88,11 @@ def hash_unit(unit: Unit) -> list[Hashed]:
     found = []
     fd = os.open(unit.path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        window = Window(fd)
         for row, first, spans in unit.pieces:
+            if len(spans) == 1 and spans[0].nbytes <= NEAR:
+                found.append(Hashed(row, first, blake3(window.read(spans[0], unit.label)).digest()))
+                continue
             total = sum(span.nbytes for span in spans)
             blocks = []
             for at in range(0, max(total, 1), BLOCK):
@@ -126,7 +132,14 @@ def units_of(
     pieces: list[Piece] = []
     filled = 0
     for row, spans in rows:
-        total = sum(span.nbytes for span in spans)
+        total = spans[0].nbytes if len(spans) == 1 else sum(span.nbytes for span in spans)
+        if 0 < total <= unit:
+            pieces.append(Piece(row, 0, spans))
+            filled += total
+            if filled >= unit or len(pieces) >= 4096:
+                yield Unit(path, label, tuple(pieces), filled)
+                pieces, filled = [], 0
+            continue
         step = unit if unit and total > unit else max(total, 1)
         for at in range(0, max(total, 1), step):
             part = spans if step >= total else tuple(cut(spans, at, step))

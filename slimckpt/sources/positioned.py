@@ -11,6 +11,7 @@ from slimckpt.errors import DamagedFileError, UnfaithfulSourceError
 from slimckpt.model import Span, show_path
 
 WINDOW = 64 * 1024
+_AHEAD = 1024 * 1024
 
 
 class ByteSource(Protocol):
@@ -116,6 +117,27 @@ def read_spans_into(fd: int, spans: Sequence[Span], buffer: memoryview, label: s
             done += got
         at += nbytes
     return at
+
+
+class Window:
+    """Short spans of an open file, read a MiB at a time: for many small payloads in a row."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._data = b""
+        self._at = 0
+
+    def read(self, span: Span, label: str) -> memoryview:
+        """The bytes of a span; valid until the next call."""
+        start = span.offset - self._at
+        if start < 0 or start + span.nbytes > len(self._data):
+            self._data = os.pread(self._fd, max(_AHEAD, span.nbytes), span.offset)
+            self._at, start = span.offset, 0
+            if len(self._data) < span.nbytes:
+                buffer = bytearray(span.nbytes)
+                read_spans_into(self._fd, [span], memoryview(buffer), label)
+                self._data = bytes(buffer)
+        return memoryview(self._data)[start : start + span.nbytes]
 
 
 def cut(spans: Iterable[Span], start: int, nbytes: int) -> list[Span]:

@@ -224,6 +224,16 @@ def sync_file(path: bytes) -> None:
         os.close(fd)
 
 
+def _extras() -> list[tuple[str, bytes]]:
+    script = Path(__file__).with_name("restore_script.py").read_bytes()
+    return [("restore.py", script), ("README.txt", README.encode())]
+
+
+def extras_nbytes() -> int:
+    """Bytes of what every store holds besides its manifests."""
+    return sum(len(data) for _, data in _extras())
+
+
 def write_manifests(work: bytes, parts: Sequence[Part], totals: dict[str, int], mode: int) -> Root:
     """Write parts, way out and root manifest, all synced."""
     names = []
@@ -232,9 +242,8 @@ def write_manifests(work: bytes, parts: Sequence[Part], totals: dict[str, int], 
         name, data = f"parts/{number:04}.json", part.pack()
         effects.write_file(os.path.join(work, name.encode()), data, mode)
         names.append(PartName(name, part.run, part.step, len(data), digest_of(data).hex()))
-    script = Path(__file__).with_name("restore_script.py").read_bytes()
     extras = {}
-    for name, data in (("restore.py", script), ("README.txt", README.encode())):
+    for name, data in _extras():
         effects.write_file(os.path.join(work, name.encode()), data, mode)
         extras[name] = {"nbytes": len(data), "digest": digest_of(data).hex()}
     root = Root(names, totals, extras)
