@@ -1,0 +1,70 @@
+"""slimckpt: find what the rank files of a training run have in common, store it once, and read
+every rank of every step lazily.
+
+>>> import slimckpt
+>>> slimckpt.slim("run", "run.slim")
+>>> with slimckpt.open("run.slim") as ckpt:
+...     view = ckpt.rank(3)
+...     view["backbone.embedding.weight"]
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from slimckpt.errors import SlimckptError
+
+if TYPE_CHECKING:
+    from slimckpt.analysis.analyze import analyze
+    from slimckpt.analysis.report import Report
+    from slimckpt.model import Tensor
+    from slimckpt.rewrite.restore import RestoreResult, restore
+    from slimckpt.rewrite.slim import SlimResult, slim
+    from slimckpt.rewrite.verify import VerifyResult, verify
+    from slimckpt.views import Checkpoint, FileView, RankView, Step, open
+
+# Imported on first use: a job that only reads a rank does not pay for libhdf5.
+_HOMES = {
+    "analyze": "slimckpt.analysis.analyze",
+    "Report": "slimckpt.analysis.report",
+    "Tensor": "slimckpt.model",
+    "restore": "slimckpt.rewrite.restore",
+    "RestoreResult": "slimckpt.rewrite.restore",
+    "slim": "slimckpt.rewrite.slim",
+    "SlimResult": "slimckpt.rewrite.slim",
+    "verify": "slimckpt.rewrite.verify",
+    "VerifyResult": "slimckpt.rewrite.verify",
+    "Checkpoint": "slimckpt.views",
+    "FileView": "slimckpt.views",
+    "RankView": "slimckpt.views",
+    "Step": "slimckpt.views",
+    "open": "slimckpt.views",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'slimckpt' has no attribute {name!r}")
+    found = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found
+    return found
+
+
+__all__ = [
+    "Checkpoint",
+    "FileView",
+    "RankView",
+    "Report",
+    "RestoreResult",
+    "SlimResult",
+    "SlimckptError",
+    "Step",
+    "Tensor",
+    "VerifyResult",
+    "analyze",
+    "open",
+    "restore",
+    "slim",
+    "verify",
+]

@@ -50,7 +50,7 @@ def analyze(
         )
     with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as executor:
         try:
-            return analyze_tree(
+            report = analyze_tree(
                 tree,
                 executor,
                 exact=exact,
@@ -59,5 +59,7 @@ def analyze(
                 min_saving=min_saving,
                 progress=progress,
             )
+            report.source = os.fsdecode(source)
+            return report
         finally:
             progress.finish()

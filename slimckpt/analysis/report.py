@@ -223,7 +223,7 @@ def _groups(bodies: Bodies, sharing: Sharing) -> list[ReplicaGroup]:
     catalog = bodies.catalog
     starts, rows = catalog.table.tensors_of_payloads()
     joined: dict[tuple[int, ...], ReplicaGroup] = {}
-    largest: dict[tuple[int, ...], int] = {}
+    largest: dict[tuple[int, ...], tuple[int, int]] = {}
     for group in payload_groups(bodies, sharing):
         members = tuple(bodies.file[group].tolist())
         nbytes = int(bodies.nbytes[group[0]])
@@ -233,8 +233,11 @@ def _groups(bodies: Bodies, sharing: Sharing) -> list[ReplicaGroup]:
         found.tensors += 1
         found.nbytes += nbytes
         found.saved += nbytes * (len(members) - 1)
-        if nbytes >= largest.get(members, -1) and starts[group[0] + 1] > starts[group[0]]:
-            largest[members] = nbytes
+        size_and_place = (nbytes, -group[0])
+        if starts[group[0] + 1] > starts[group[0]] and size_and_place > largest.get(
+            members, (-1, 0)
+        ):
+            largest[members] = size_and_place
             found.example = catalog.table.name(int(rows[starts[group[0]]]))
     return sorted(joined.values(), key=lambda g: (-g.saved, g.ranks, g.example))
 
