@@ -146,9 +146,7 @@ def is_store(directory: bytes) -> bool:
     """Whether a directory is a slim checkpoint, by either copy of its root manifest."""
     for name in (ROOT_MANIFEST, ROOT_COPY):
         try:
-            fd = os.open(
-                os.path.join(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-            )
+            fd = os.open(os.path.join(directory, name), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue
         try:

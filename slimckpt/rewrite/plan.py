@@ -260,7 +260,7 @@ def _predict(
             _CONTAINER_BYTES
             + int(sizes.sum())
             + len(sizes) * (_DATASET_BYTES + SMALL_ALIGNMENT // 2 + 56)
-            + large * PAGE // 2
+            + large * PAGE
             + blocks
             + links * _LINK_BYTES
             + sum(index_nbytes[number] + 2 * _DATASET_BYTES for number in container.indexes)
