@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -133,12 +133,15 @@ class _Verifier:
                 self._problem(str(error))
 
     def _extras(self) -> None:
-        copy = self.store.absolute(ROOT_COPY)
-        if not os.path.exists(copy) or (
-            self.store.read_file(ROOT_COPY) != self.store.read_file(ROOT_MANIFEST)
-            and not self.store.problems
-        ):
-            self._problem(f"{show_path(copy)}: not the same as slimckpt.json")
+        copy = self.store.label(ROOT_COPY)
+        try:
+            manifest, found = map(self.store.read_file, (ROOT_MANIFEST, ROOT_COPY))
+        except StoreDamagedError as error:
+            if str(error) not in self.store.problems:
+                self._problem(str(error))
+        else:
+            if manifest != found and not self.store.problems:
+                self._problem(f"{copy}: not the same as slimckpt.json")
         for name, extra in self.store.root.extras.items():
             try:
                 data = self.store.read_file(name.encode())
@@ -298,10 +301,19 @@ class _Comparison:
         others = {o.path: o for p in parts for o in p.others}
         links = {link.path: link for link in self.source.symlinks}
         directories = dict(self.source.directories)
-        here = {*files, *links, *directories}
-        there = {*stored, *others}
-        self._missing(here - there, "is in the source but not in the store")
-        self._missing(there - here, "is in the store but not in the source")
+        here = _kinds(files, links, directories)
+        there = _kinds(
+            stored,
+            (path for path, other in others.items() if other.target is not None),
+            (path for path, other in others.items() if other.target is None),
+        )
+        self._missing(here.keys() - there, "is in the source but not in the store")
+        self._missing(there.keys() - here, "is in the store but not in the source")
+        for path in sorted(here.keys() & there):
+            if here[path] != there[path]:
+                self.result.problems.append(
+                    f"{show_path(path)}: {here[path]} in the source, {there[path]} in the store"
+                )
         for path, other in others.items():
             stat = directories.get(path) if other.target is None else None
             if other.target is not None and path in links:
@@ -365,6 +377,16 @@ class _Comparison:
         except OSError as error:
             return f"{entry.file.label}: {error.strerror}"
         return None
+
+
+def _kinds(
+    files: Iterable[bytes], links: Iterable[bytes], directories: Iterable[bytes]
+) -> dict[bytes, str]:
+    return {
+        **dict.fromkeys(files, "a file"),
+        **dict.fromkeys(links, "a symbolic link"),
+        **dict.fromkeys(directories, "a directory"),
+    }
 
 
 def sentence(result: VerifyResult, against: str) -> str:
