@@ -1,0 +1,6 @@
+"""Reading: a slim checkpoint, or the directory it was made of, as mappings of arrays."""
+
+from slimckpt.views.checkpoint import Checkpoint, Files, Step, open
+from slimckpt.views.rank import FileView, RankView
+
+__all__ = ["Checkpoint", "FileView", "Files", "RankView", "Step", "open"]

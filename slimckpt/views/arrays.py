@@ -1,0 +1,331 @@
+"""From the stretches of a payload to a typed array."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from slimckpt.dtypes import BY_NAME, numpy_dtype
+from slimckpt.encodings import decoder
+from slimckpt.errors import NotUnderstoodError, OpaqueTensorError, SlimckptError, StoreDamagedError
+from slimckpt.model import FLOOR, RAW, Bytes, Tensor
+from slimckpt.sources.backends import Backend
+from slimckpt.views.providers import Holding, Stretch
+
+Array = npt.NDArray[Any]
+
+_CHUNK = 8 * 1024 * 1024
+_MAX_NBYTES = 2**63 - 1
+
+
+class Arrays:
+    """Makes the arrays of one view.
+
+    Read-only arrays are views of the backend's memory where that can be. Writable ones are views
+    of private memory, one for each payload row of each file: tensors that are tied in the file
+    share it, tensors whose bytes are merely equal do not.
+
+    Notes
+    -----
+    Private memory lives as long as this object, so that a tensor written to is found as it was
+    left.
+    """
+
+    def __init__(self, backend: Backend, writable: bool) -> None:
+        self.backend = backend
+        self.writable = writable
+        self._private: dict[tuple[Holding, int | None, str], Array] = {}
+        self._lock = threading.Lock()
+
+    def array(self, holding: Holding, row: int) -> Array:
+        """A tensor, as numpy has it; packed dtypes as ``uint8``."""
+        tensor = tensor_of(holding, row)
+        if not is_readable(tensor.dtype):
+            raise OpaqueTensorError(
+                f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
+                " raw(name) gives its bytes"
+            )
+        dtype = numpy_dtype(tensor.dtype, tensor.big_endian and BY_NAME[tensor.dtype].bits > 8)
+        shape = packed_shape(tensor)
+        count = math.prod(shape)
+        if min(shape, default=0) < 0 or count * dtype.itemsize != tensor.nbytes:
+            raise holding.damaged(
+                f"{_name(holding, tensor)}: {tensor.dtype} {_show(tensor.shape)} does not take the"
+                f" {tensor.nbytes} bytes that are recorded"
+            )
+        low, high, strides = _extent(holding, tensor, shape, dtype.itemsize)
+        try:
+            if count == 0:
+                return self._finished(np.empty(shape, dtype))
+            if tensor.fill is not None:
+                return self._filled(holding, row, tensor, shape, dtype)
+            data = self._bytes(holding, tensor, tensor.offset + low, tensor.offset + high)
+            if isinstance(data, int):
+                element = np.full(dtype.itemsize, data, np.uint8).view(dtype).reshape(())
+                return np.broadcast_to(element, shape)
+            found: Array = np.ndarray(shape, dtype, data, -low, strides)
+        except ValueError as error:
+            if isinstance(error, SlimckptError):
+                raise
+            raise NotUnderstoodError(
+                f"{_name(holding, tensor)} has shape {_show(tensor.shape)}, which numpy cannot"
+                f" hold: {error}; raw(name) gives its bytes"
+            ) from None
+        if not found.flags.aligned and found.nbytes < FLOOR and not self.writable:
+            return self._finished(found.copy())
+        return found
+
+    def raw(self, holding: Holding, row: int) -> bytes:
+        """The bytes of a tensor of any type, in C order, as the file stores them."""
+        tensor = tensor_of(holding, row)
+        if tensor.strides is not None and is_readable(tensor.dtype):
+            return Arrays(self.backend, False).array(holding, row).tobytes()
+        if tensor.nbytes == 0:
+            return b""
+        if tensor.fill is not None:
+            return tensor.fill * (tensor.nbytes // max(len(tensor.fill), 1))
+        stop = tensor.offset + tensor.nbytes
+        data = self._stored(holding, tensor, tensor.offset, stop)
+        return bytes([data]) * tensor.nbytes if isinstance(data, int) else data.tobytes()
+
+    def same(self, one: tuple[Holding, int], other: tuple[Holding, int]) -> bool:
+        """Whether two tensors have one dtype, shape and bytes: by digest where there is one."""
+        a, b = tensor_of(*one), tensor_of(*other)
+        if not alike(a, b) or a.nbytes != b.nbytes:
+            return False
+        if _whole(one[0], a) and _whole(other[0], b):
+            assert a.payload is not None and b.payload is not None
+            digests = one[0].digest(a.payload), other[0].digest(b.payload)
+            if None not in digests:
+                return digests[0] == digests[1]
+        if not is_readable(a.dtype):
+            return self.raw(*one) == self.raw(*other)
+        reader = self if not self.writable else Arrays(self.backend, False)
+        return _equal_bytes(reader.array(*one), reader.array(*other))
+
+    def _bytes(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes | int:
+        """Part of the stream of a tensor's payload; an int where every byte is that."""
+        if not self.writable:
+            return self._stored(holding, tensor, start, stop)
+        key = (holding, tensor.payload, tensor.encoding)
+        with self._lock:
+            if key not in self._private:
+                self._private[key] = self._own(holding, tensor)
+            memory = self._private[key]
+        _check_inside(holding, tensor, start, stop, len(memory))
+        return memory[start:stop]
+
+    def _own(self, holding: Holding, tensor: Tensor) -> Bytes:
+        """A payload's whole stream, in memory of its own."""
+        stretches = _stretches(holding, tensor)
+        if tensor.encoding != RAW:
+            return np.array(self._decoded(holding, tensor, stretches))
+        path, offset, nbytes, size = stretches[0]
+        if len(stretches) > 1 or path is None:
+            return self._gather(stretches)
+        return self.backend.private(path, offset, nbytes, size)
+
+    def _stored(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes | int:
+        stretches = _stretches(holding, tensor)
+        if tensor.encoding != RAW:
+            stream = self._decoded(holding, tensor, stretches)
+            _check_inside(holding, tensor, start, stop, len(stream))
+            return stream[start:stop]
+        _check_inside(holding, tensor, start, stop, sum(s.nbytes for s in stretches))
+        wanted = list(_cut(stretches, start, stop))
+        if len(wanted) > 1:
+            return _frozen(self._gather(wanted))
+        path, offset, nbytes, size = wanted[0]
+        if path is None:
+            return offset
+        return self.backend.view(path, offset, nbytes, size)
+
+    def _decoded(self, holding: Holding, tensor: Tensor, stretches: list[Stretch]) -> Bytes:
+        try:
+            decode = decoder(tensor.encoding)
+        except NotUnderstoodError as error:
+            raise NotUnderstoodError(f"{_name(holding, tensor)}: {error}") from None
+        return _frozen(decode(_frozen(self._gather(stretches))))
+
+    def _gather(self, stretches: Iterable[Stretch]) -> Bytes:
+        stretches = list(stretches)
+        memory = np.zeros(sum(s.nbytes for s in stretches), np.uint8)
+        at = 0
+        for path, offset, nbytes, size in stretches:
+            if path is None:
+                if offset:
+                    memory[at : at + nbytes] = offset
+            else:
+                for done in range(0, nbytes, _CHUNK):
+                    take = min(_CHUNK, nbytes - done)
+                    piece = self.backend.view(path, offset + done, take, size)
+                    memory[at + done : at + done + take] = piece
+            at += nbytes
+        return memory
+
+    def _filled(
+        self,
+        holding: Holding,
+        row: int,
+        tensor: Tensor,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> Array:
+        fill = tensor.fill or b""
+        if len(fill) != dtype.itemsize:
+            raise holding.damaged(
+                f"{_name(holding, tensor)}: its fill value has {len(fill)} bytes, expected"
+                f" {dtype.itemsize}"
+            )
+        element = np.frombuffer(fill, dtype).reshape(())
+        if not self.writable:
+            return np.broadcast_to(element, shape)
+        key = (holding, None, str(row))
+        with self._lock:
+            if key not in self._private:
+                self._private[key] = np.full(shape, element, dtype)
+            return self._private[key]
+
+    def _finished(self, found: Array) -> Array:
+        found.flags.writeable = self.writable
+        return found
+
+
+def tensor_of(holding: Holding, row: int) -> Tensor:
+    """A row as a tensor, checked as far as the row alone can be."""
+    try:
+        tensor = holding.table.tensor(row)
+    except (IndexError, UnicodeDecodeError) as error:
+        raise holding.damaged(f"{holding.label}: tensor {row} cannot be read: {error}") from None
+    if tensor.payload is not None and not 0 <= tensor.payload < holding.table.n_payloads:
+        raise holding.damaged(f"{_name(holding, tensor)}: there is no payload {tensor.payload}")
+    return tensor
+
+
+def is_readable(dtype: str) -> bool:
+    """Whether entries of ``dtype`` are arrays."""
+    return dtype in BY_NAME
+
+
+def packed_shape(tensor: Tensor) -> tuple[int, ...]:
+    """The shape of the array: the tensor's own, but for packed dtypes in bytes.
+
+    The last axis is the one that is packed, where its elements end on a byte; else there is only
+    one axis.
+    """
+    bits = BY_NAME[tensor.dtype].bits
+    shape = tensor.shape
+    if bits % 8 == 0:
+        return shape
+    if shape and shape[-1] * bits % 8 == 0:
+        return (*shape[:-1], shape[-1] * bits // 8)
+    return (-(-math.prod(shape) * bits // 8),)
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have one type and shape."""
+    return (one.dtype, one.big_endian, one.shape) == (other.dtype, other.big_endian, other.shape)
+
+
+def _extent(
+    holding: Holding, tensor: Tensor, shape: tuple[int, ...], itemsize: int
+) -> tuple[int, int, tuple[int, ...] | None]:
+    """Bytes before and behind its first element that a tensor reaches, and strides in bytes."""
+    strides = tensor.strides
+    if strides is None or 0 in shape:
+        return 0, tensor.nbytes, None
+    if len(strides) != len(shape) or shape != tensor.shape:
+        raise holding.damaged(
+            f"{_name(holding, tensor)}: strides {_show(strides)} do not suit its shape"
+            f" {_show(tensor.shape)}"
+        )
+    reach = [(dim - 1) * stride for dim, stride in zip(shape, strides, strict=True)]
+    low, high = sum(min(r, 0) for r in reach), sum(max(r, 0) for r in reach)
+    return low * itemsize, (high + 1) * itemsize, tuple(s * itemsize for s in strides)
+
+
+def _stretches(holding: Holding, tensor: Tensor) -> list[Stretch]:
+    """Where a tensor's payload is, neighbours joined; an error about it names the tensor."""
+    if tensor.payload is None:
+        raise holding.damaged(f"{_name(holding, tensor)} has elements but no bytes")
+    try:
+        found = holding.stretches(tensor.payload)
+    except StoreDamagedError as error:
+        raise StoreDamagedError(f"tensor {tensor.name!a}: {error}") from None
+    except (IndexError, ValueError) as error:
+        raise holding.damaged(
+            f"{_name(holding, tensor)}: where it lies cannot be read: {error}"
+        ) from None
+    total = sum(stretch.nbytes for stretch in found)
+    if total > holding.size:
+        raise holding.damaged(
+            f"{_name(holding, tensor)}: its payload has {total} bytes, its file {holding.size}"
+        )
+    joined: list[Stretch] = []
+    for stretch in found:
+        if stretch.path is None and not 0 <= stretch.offset <= 255:
+            raise holding.damaged(f"{_name(holding, tensor)}: {stretch.offset} is no byte")
+        if joined and _goes_on(joined[-1], stretch):
+            joined[-1] = joined[-1]._replace(nbytes=joined[-1].nbytes + stretch.nbytes)
+        elif stretch.nbytes:
+            joined.append(stretch)
+    return joined
+
+
+def _goes_on(one: Stretch, other: Stretch) -> bool:
+    if one.path is None:
+        return other.path is None and one.offset == other.offset
+    return one.path == other.path and one.offset + one.nbytes == other.offset
+
+
+def _cut(stretches: Iterable[Stretch], start: int, stop: int) -> Iterable[Stretch]:
+    at = 0
+    for stretch in stretches:
+        low, high = max(start - at, 0), min(stop - at, stretch.nbytes)
+        if low < high:
+            offset = stretch.offset if stretch.path is None else stretch.offset + low
+            yield stretch._replace(offset=offset, nbytes=high - low)
+        at += stretch.nbytes
+
+
+def _check_inside(holding: Holding, tensor: Tensor, start: int, stop: int, nbytes: int) -> None:
+    if not 0 <= start <= stop <= nbytes:
+        raise holding.damaged(
+            f"{_name(holding, tensor)} takes bytes {start} to {stop} of a payload of {nbytes}"
+        )
+
+
+def _whole(holding: Holding, tensor: Tensor) -> bool:
+    """Whether a tensor is its payload, so that the digest of the one is that of the other."""
+    return (
+        tensor.payload is not None
+        and tensor.encoding == RAW
+        and tensor.strides is None
+        and tensor.offset == 0
+        and tensor.nbytes == int(holding.table.payload_nbytes[tensor.payload])
+    )
+
+
+def _equal_bytes(one: Array, other: Array) -> bool:
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    return all(
+        np.array_equal(a[at : at + _CHUNK], b[at : at + _CHUNK]) for at in range(0, len(a), _CHUNK)
+    )
+
+
+def _frozen(memory: Bytes) -> Bytes:
+    memory.flags.writeable = False
+    return memory
+
+
+def _name(holding: Holding, tensor: Tensor) -> str:
+    return f"{holding.label}: tensor {tensor.name!a}"
+
+
+def _show(shape: tuple[int, ...]) -> str:
+    return str(list(shape)) if len(shape) <= 16 else f"of {len(shape)} dimensions"

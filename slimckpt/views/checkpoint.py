@@ -1,0 +1,385 @@
+"""A checkpoint opened for reading, its steps and its files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from slimckpt.analysis.roles import role_of, step_key
+from slimckpt.analysis.tree import is_store
+from slimckpt.errors import UnknownFileError, UnknownStepError
+from slimckpt.model import StepLabel, decode_path, encode_path, show_path
+from slimckpt.sources.backends import BackendName, make_backend
+from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
+from slimckpt.views.rank import FileView, RankView
+from slimckpt.views.selection import numbers_of, pick, places_of
+
+Path = str | bytes | os.PathLike[Any]
+
+
+def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
+    """Open a slim checkpoint, or a directory of original files, for reading.
+
+    Parameters
+    ----------
+    path
+        The directory. A slim checkpoint is recognised as one.
+    backend
+        ``"mmap"`` (the default) maps files, so that processes of a node share memory; ``"pread"``
+        reads what is asked for into memory of its own.
+
+    Returns
+    -------
+    Checkpoint
+        Only names are known so far: of a slim checkpoint its root manifest was read, a directory
+        was listed.
+
+    Raises
+    ------
+    UsageError
+        There is no directory of that name, or no such backend.
+    StoreDamagedError, UnsupportedStoreError
+        The root manifest is damaged, or asks for a newer slimckpt.
+    """
+    return Checkpoint(path, backend)
+
+
+class Checkpoint:
+    """A slim checkpoint, or an original directory; both give the same views.
+
+    A context manager. It can be pickled, and is opened again by its path where it is unpickled.
+    """
+
+    def __init__(self, path: Path, backend: BackendName | None = None) -> None:
+        directory = os.path.abspath(os.fsencode(path))
+        self._path, self._backend_name = directory, backend
+        kind = StoreProvider if is_store(directory) else DirectoryProvider
+        self._provider: Provider = kind(directory)
+        self._backend = make_backend(backend, self._provider.damaged)
+        self._counting: tuple[str, ...] | None = None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return open, (self._path, self._backend_name)
+
+    def __repr__(self) -> str:
+        return f"<Checkpoint {encode_path(self._path)!a}>"
+
+    def close(self) -> None:
+        """Let go of all files. Its views are of no more use; arrays taken from them stay valid."""
+        self._backend.close()
+
+    @property
+    def path(self) -> bytes:
+        """Where it was opened, absolute."""
+        return self._path
+
+    @property
+    def runs(self) -> tuple[str, ...]:
+        """Runs under the root: the part of paths before what states a step or rank.
+
+        Where there is more than one, only those with a file that is understood.
+        """
+        self._backend.require_open()
+        if self._counting is None:
+            runs = sorted({group.run for group in self._provider.groups()})
+            if len(runs) > 1:
+                runs = [run for run in runs if self._counts(run)] or [
+                    run for run in runs if any(map(self._provider.members, self._groups(run)))
+                ]
+            self._counting = tuple(runs)
+        return self._counting
+
+    @property
+    def steps(self) -> tuple[StepLabel, ...]:
+        """Labels of the steps of all runs, in order; none where the tree has no steps."""
+        labels = {group.step for run in self.runs for group in self._groups(run)}
+        return tuple(sorted((s for s in labels if s is not None), key=step_key))
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Ranks of the only step, or of all steps."""
+        found = {rank for step in self._steps(None) for rank in step.ranks}
+        return tuple(sorted(found))
+
+    @property
+    def files(self) -> Files:
+        """All files of the tree, by path."""
+        self._backend.require_open()
+        return Files(self, self._provider.groups(), None)
+
+    def step(self, label: StepLabel | None, run: str | None = None) -> Step:
+        """One step.
+
+        Parameters
+        ----------
+        label
+            One of :attr:`steps`.
+        run
+            One of :attr:`runs`, where two have a step of that label.
+
+        Raises
+        ------
+        UnknownStepError
+            There is none, or more than one; the message lists what there is.
+        """
+        steps = [s for s in self._steps(run) if s.label == label]
+        if len(steps) == 1:
+            return steps[0]
+        if steps:
+            raise UnknownStepError(
+                f"step {label} is in {len(steps)} runs; say run=…: {_listed(s.run for s in steps)}"
+            )
+        if not self.steps:
+            raise UnknownStepError(
+                f"{self._label} has no steps, so no step {label!a}; use rank() of the checkpoint"
+            )
+        raise UnknownStepError(
+            f"{self._label} has no step {label!a}{_in_run(run)}; there are"
+            f" {_described(self._steps(run))}"
+        )
+
+    def rank(
+        self,
+        r: int | None = None,
+        run: str | None = None,
+        skip_damaged: bool = False,
+        writable: bool = False,
+        **coords: int,
+    ) -> RankView:
+        """The tensors of one rank, where there is only one step. See :meth:`Step.rank`.
+
+        Raises
+        ------
+        UnknownStepError
+            There are several steps or runs; the message lists them.
+        """
+        steps = self._steps(run)
+        if len(steps) == 1:
+            return steps[0].rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
+        raise UnknownStepError(
+            f"{self._label} has {len(steps)} steps{_in_run(run)}; say step(…).rank(…):"
+            f" {_described(steps)}"
+        )
+
+    def _steps(self, run: str | None) -> list[Step]:
+        """Steps of a run, or of all; a run without steps is one step without a label."""
+        self._backend.require_open()
+        if run is not None and run not in self.runs:
+            raise UnknownStepError(
+                f"{self._label} has no run {run!a}; there are {_listed(self.runs)}"
+            )
+        runs = self.runs if run is None else (run,)
+        groups = [group for name in runs for group in self._groups(name)]
+        stepped = [group for group in groups if group.step is not None]
+        return [Step(self, *group) for group in stepped or groups or [Group("", None)]]
+
+    def _groups(self, run: str) -> list[Group]:
+        return [group for group in self._provider.groups() if group.run == run]
+
+    def _counts(self, run: str) -> bool:
+        members = (m for g in self._groups(run) for m in self._provider.members(g))
+        return any(member.holding.file.understood for member in members)
+
+    @property
+    def _label(self) -> str:
+        return show_path(self._path)
+
+
+class Step:
+    """One step of a run. ``label`` is ``None`` for a run that has no steps."""
+
+    def __init__(self, checkpoint: Checkpoint, run: str, label: StepLabel | None) -> None:
+        self._checkpoint = checkpoint
+        self._group = Group(run, label)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Step, (self._checkpoint, *self._group)
+
+    def __repr__(self) -> str:
+        return f"<Step {self._what}>"
+
+    @property
+    def label(self) -> StepLabel | None:
+        return self._group.step
+
+    @property
+    def run(self) -> str:
+        return self._group.run
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Its ranks; only 0 where paths state none; none where more than one coordinate varies."""
+        return tuple(sorted(numbers_of(places_of(self._members))))
+
+    @property
+    def coords(self) -> tuple[dict[str, int], ...]:
+        """What :meth:`rank` can be asked for by coordinates (``tp``, ``pp``, ``dp``, ``ep``)."""
+        return tuple(dict(place.coords) for place in places_of(self._members) if place.coords)
+
+    @property
+    def files(self) -> Files:
+        """Its files, by path."""
+        self._checkpoint._backend.require_open()
+        return Files(self._checkpoint, [self._group], self._group)
+
+    def rank(
+        self,
+        r: int | None = None,
+        *,
+        skip_damaged: bool = False,
+        writable: bool = False,
+        **coords: int,
+    ) -> RankView:
+        """The tensors of one rank: of its files, and of files of the step that have no rank.
+
+        Parameters
+        ----------
+        r
+            The global rank; may be left out where there is only one.
+        skip_damaged
+            Leave out damaged and refused files and list them in ``problems``.
+        writable
+            Give each tensor private memory that can be written to. No file changes.
+        coords
+            ``tp=1, pp=0``, where paths state coordinates.
+
+        Raises
+        ------
+        UnknownRankError
+            There is no such rank, or more than one.
+        DamagedFileError, RefusedFileError, StoreDamagedError
+            A file of the rank cannot be read.
+        NotUnderstoodError
+            None of its files is of a known format.
+        """
+        members = self._members
+        place = pick(places_of(members), r, coords, self._what)
+        return RankView(
+            self,
+            self._checkpoint._backend,
+            [member for member in members if place.holds(member)],
+            f"{place} of {self._what}",
+            (r, coords),
+            skip_damaged,
+            writable,
+        )
+
+    @property
+    def _members(self) -> Sequence[Member]:
+        self._checkpoint._backend.require_open()
+        provider = self._checkpoint._provider
+        return provider.members(self._group) if self._group in provider.groups() else []
+
+    @property
+    def _what(self) -> str:
+        where = show_path(os.path.join(self._checkpoint.path, decode_path(self.run)).rstrip(b"/"))
+        return where if self.label is None else f"step {self.label} of {where}"
+
+
+class Files(Mapping[str, FileView]):
+    """Files by their path in the tree, in byte order; paths may also be bytes or ``PathLike``.
+
+    Looking one up reads no more of a slim checkpoint than it takes to find it; iterating reads
+    all parts.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, groups: Sequence[Group], only: Group | None) -> None:
+        self._checkpoint, self._groups, self._only = checkpoint, groups, only
+        self._all: list[str] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self._only is None:
+            return _files_of, (self._checkpoint,)
+        return _files_of, (Step(self._checkpoint, *self._only),)
+
+    def __repr__(self) -> str:
+        return f"<Files of {self._checkpoint!r}>"
+
+    def __getitem__(self, path: Path) -> FileView:
+        member = self._find(path)
+        if member is None:
+            raise UnknownFileError(
+                f"{self._checkpoint._label} has no file {path!a}; paths are those of the"
+                " original tree, relative to its root"
+            )
+        return FileView(self, self._checkpoint._backend, member)
+
+    def __contains__(self, path: object) -> bool:
+        return isinstance(path, str | bytes | os.PathLike) and self._find(path) is not None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths())
+
+    def __len__(self) -> int:
+        return len(self._paths())
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def _find(self, path: Path) -> Member | None:
+        self._checkpoint._backend.require_open()
+        name = os.fspath(path)
+        try:
+            wanted = decode_path(name) if isinstance(name, str) else name
+        except UnicodeEncodeError:
+            return None
+        role = role_of(wanted)
+        likely = Group(role.run, role.step)
+        for group in sorted(self._groups, key=lambda group: group != likely):
+            found = self._checkpoint._provider.listed(group).get(wanted)
+            if found is not None and self._only in (None, found.group):
+                return found
+        return None
+
+    def _paths(self) -> list[str]:
+        self._checkpoint._backend.require_open()
+        if self._all is None:
+            provider = self._checkpoint._provider
+            found = {
+                path
+                for group in self._groups
+                for path, member in provider.listed(group).items()
+                if self._only in (None, member.group)
+            }
+            self._all = [encode_path(path) for path in sorted(found)]
+        return self._all
+
+
+def _files_of(owner: Checkpoint | Step) -> Files:
+    return owner.files
+
+
+def _in_run(run: str | None) -> str:
+    return "" if run is None else f" in run {run!a}"
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(ascii(name) for name in names)
+
+
+def _described(steps: Sequence[Step]) -> str:
+    """Steps as errors list them, with their runs where there are several."""
+    several = len({step.run for step in steps}) > 1
+    shown = [
+        f"step {step.label}" + (f" of run {step.run!a}" if several else "")
+        if step.label is not None
+        else f"run {step.run!a}"
+        for step in steps[:32]
+    ]
+    more = f", … ({len(steps)} in all)" if len(steps) > 32 else ""
+    return ", ".join(shown) + more

@@ -1,0 +1,184 @@
+"""The mapping from names to arrays that ranks and files have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
+from typing import Any
+
+from slimckpt import dtypes
+from slimckpt.errors import AmbiguousTensorError, OpaqueTensorError, UnknownTensorError
+from slimckpt.model import Tensor, encode_path
+from slimckpt.views.arrays import Array, Arrays, alike, tensor_of
+from slimckpt.views.names import Names
+from slimckpt.views.providers import Member
+
+Found = tuple[Member, int]
+"""A tensor: its file, and its row there."""
+
+
+class TensorView(Mapping[str, Array]):
+    """Tensors by name: a lazy mapping to arrays, made when they are asked for.
+
+    Iteration is in file order, each name once, names of arrays only. Arrays are read-only unless
+    the view is writable, and no copies where they need not be; they stay valid when the checkpoint
+    is closed. A tensor of less than 1 KiB whose bytes do not lie as its dtype wants them is
+    copied, a larger one has ``flags.aligned`` false.
+
+    Reading a tensor raises, besides what its file may deserve:
+
+    UnknownTensorError
+        There is none of that name. (A ``KeyError``.)
+    AmbiguousTensorError
+        Two have the name, and differ.
+    OpaqueTensorError
+        It is not an array.
+    ClosedError
+        The checkpoint was closed.
+    """
+
+    _keyed_by_path = False
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = arrays
+        self._built: Names | None = None
+        self._agreed: dict[str, bool] = {}
+
+    @abstractmethod
+    def _members(self) -> list[Member]:
+        """The files whose tensors these are; an error where they cannot be read."""
+
+    @abstractmethod
+    def _what(self) -> str:
+        """What errors call this view."""
+
+    @property
+    def _names(self) -> Names:
+        self._arrays.backend.require_open()
+        if self._built is None:
+            tables = [member.holding.require() for member in self._members()]
+            self._built = Names(tables, self._keyed_by_path)
+        return self._built
+
+    def __getitem__(self, name: str) -> Array:
+        member, row = self._find(name)
+        return self._arrays.array(member.holding, row)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        """Identity: comparing all arrays is for the caller to ask for."""
+        return self is other
+
+    @property
+    def opaque(self) -> tuple[str, ...]:
+        """Names of entries that are not arrays: strings, unknown types. See :meth:`raw`."""
+        return tuple(self._names.opaque)
+
+    def info(self, name: str) -> Tensor:
+        """What is known of a tensor without touching its bytes: dtype, shape and the like.
+
+        Dtypes are spelled as safetensors does (``BF16``). Entries that are not arrays have one
+        that starts with ``opaque:``.
+        """
+        found = self._all(name)
+        tensors = [tensor_of(member.holding, row) for member, row in found]
+        if not all(alike(tensors[0], tensor) for tensor in tensors[1:]):
+            raise self._ambiguous(name, found)
+        return tensors[0]
+
+    def raw(self, name: str) -> bytes:
+        """The bytes of a tensor of any type, also of one that is not an array.
+
+        Of an array, in C order; of any, as they are stored: writing to a writable view does not
+        change them.
+        """
+        member, row = self._find(name, opaque=True)
+        return self._arrays.raw(member.holding, row)
+
+    def unpack(self, name: str) -> Array:
+        """The elements of a tensor of a packed dtype (``F4``, ``F6_E2M3``, ``I4X2``), one each.
+
+        The array itself (``view[name]``) is the packed bytes. See
+        :func:`slimckpt.dtypes.unpack`.
+        """
+        member, row = self._find(name)
+        tensor = tensor_of(member.holding, row)
+        return dtypes.unpack(self._arrays.array(member.holding, row), tensor.dtype, tensor.shape)
+
+    @property
+    def by_path(self) -> TensorView:
+        """The same tensors by their exact path inside their file."""
+        return _ByPath(self)
+
+    def _all(self, name: str) -> list[Found]:
+        members = self._members()
+        found = [(members[table], row) for table, row in self._names.rows(name)]
+        if not found:
+            raise UnknownTensorError(f"{self._what()} has no tensor {name!a}; it has {len(self)}")
+        return found
+
+    def _find(self, name: str, opaque: bool = False) -> Found:
+        """The one tensor of that name, or one of several that do not differ."""
+        found = self._all(name)
+        if not opaque and name in self._names.opaque:
+            holding, row = found[0][0].holding, found[0][1]
+            raise OpaqueTensorError(
+                f"{holding.label}: {name!a} is of type {holding.table.dtype(row)}, not an"
+                " array; raw(name) gives its bytes"
+            )
+        if len(found) > 1 and name not in self._agreed:
+            first, *others = [(member.holding, row) for member, row in found]
+            self._agreed[name] = all(self._arrays.same(first, other) for other in others)
+        if len(found) > 1 and not self._agreed[name]:
+            raise self._ambiguous(name, found)
+        return found[0]
+
+    def _ambiguous(self, name: str, found: list[Found]) -> AmbiguousTensorError:
+        first = found[0]
+        other = next((f for f in found[1:] if self._differs(first, f)), found[1])
+        files = [member.holding.label for member, _ in (first, other)]
+        paths = [member.holding.table.path(row) for member, row in (first, other)]
+        key = encode_path(first[0].path)
+        if files[0] != files[1]:
+            which = f"in {files[0]} and in {files[1]}"
+            way = f".files[{key!r}] of the checkpoint has one"
+        elif paths[0] != paths[1]:
+            which = f"in {files[0]}, at {paths[0]!a} and at {paths[1]!a}"
+            way = f".files[{key!r}].by_path[{paths[0]!a}] of the checkpoint is one"
+        else:
+            which = f"in {files[0]}, entries {first[1]} and {other[1]}"
+            way = "the file itself does not tell them apart"
+        return AmbiguousTensorError(f"two tensors named {name!a} differ: {which}; {way}")
+
+    def _differs(self, one: Found, other: Found) -> bool:
+        return not self._arrays.same((one[0].holding, one[1]), (other[0].holding, other[1]))
+
+
+class _ByPath(TensorView):
+    """A view's tensors by exact path; shares its arrays."""
+
+    _keyed_by_path = True
+
+    def __init__(self, view: TensorView) -> None:
+        super().__init__(view._arrays)
+        self._view = view
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return attrgetter("by_path"), (self._view,)
+
+    def _members(self) -> list[Member]:
+        return self._view._members()
+
+    def _what(self) -> str:
+        return self._view._what()

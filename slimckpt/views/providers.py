@@ -1,0 +1,283 @@
+"""The files behind a checkpoint: those of a directory, or those that a store describes.
+
+Both give the same :class:`Member` objects; what reads tensors does not know which it has.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from slimckpt.analysis.roles import role_of, step_key
+from slimckpt.analysis.scan import ScanUnit, fill_in, scan_unit, source_files
+from slimckpt.analysis.tree import walk
+from slimckpt.errors import (
+    DamagedFileError,
+    NotUnderstoodError,
+    RefusedFileError,
+    SlimckptError,
+    StoreDamagedError,
+)
+from slimckpt.model import Role, SourceFile, StepLabel, Table
+from slimckpt.store.index import FileIndex
+from slimckpt.store.manifest import FileEntry, Part
+from slimckpt.store.reader import Store
+
+
+class Group(NamedTuple):
+    """A step of a run; ``step`` is ``None`` for what belongs to no step."""
+
+    run: str
+    step: StepLabel | None
+
+
+class Stretch(NamedTuple):
+    """``nbytes`` at ``offset`` of the file ``path``, which has ``size`` bytes in all.
+
+    Where ``path`` is ``None`` every byte is ``offset``.
+    """
+
+    path: bytes | None
+    offset: int
+    nbytes: int
+    size: int
+
+
+class Holding(ABC):
+    """One source file and what it holds."""
+
+    damaged: type[SlimckptError]
+
+    def __init__(self, file: SourceFile) -> None:
+        self._file = file
+
+    @property
+    def size(self) -> int:
+        return self._file.size
+
+    @property
+    def label(self) -> str:
+        return self._file.label
+
+    @property
+    @abstractmethod
+    def file(self) -> SourceFile:
+        """The file, its condition known."""
+
+    @property
+    @abstractmethod
+    def table(self) -> Table:
+        """Its tensors; only of a file that is understood.
+
+        Raises
+        ------
+        StoreDamagedError
+            Its index, or the file kept whole, is not what the store says.
+        """
+
+    @abstractmethod
+    def stretches(self, payload: int) -> list[Stretch]:
+        """Where the bytes of a payload are, in stream order."""
+
+    @abstractmethod
+    def digest(self, payload: int) -> bytes | None:
+        """The digest of a payload, where one is known."""
+
+    def require(self) -> Table:
+        """Its tensors, or the error that says why they cannot be read."""
+        file = self.file
+        if file.understood:
+            return self.table
+        raise self.refusal()
+
+    def refusal(self) -> SlimckptError:
+        """Why the tensors of a file that is not understood cannot be read."""
+        file = self.file
+        kinds: dict[str, type[SlimckptError]] = {
+            "damaged": DamagedFileError,
+            "refused": RefusedFileError,
+        }
+        return kinds.get(file.condition, NotUnderstoodError)(problem_of(file))
+
+
+class Member(NamedTuple):
+    """A path of the tree, its role, and the file it names; hard links are several members."""
+
+    path: bytes
+    role: Role
+    holding: Holding
+
+    @property
+    def group(self) -> Group:
+        return Group(self.role.run, self.role.step)
+
+
+class Provider(ABC):
+    """All files of a checkpoint, read as late as can be."""
+
+    damaged: type[SlimckptError]
+    path: bytes
+
+    @abstractmethod
+    def groups(self) -> list[Group]:
+        """Every step of every run, sorted."""
+
+    @abstractmethod
+    def listed(self, group: Group) -> dict[bytes, Member]:
+        """What is listed with a group: its members, and other names of their bodies."""
+
+    def members(self, group: Group) -> list[Member]:
+        """The files of a group, in byte order of their paths."""
+        return [member for member in self.listed(group).values() if member.group == group]
+
+
+def problem_of(file: SourceFile) -> str:
+    """Why a file is not understood, in a sentence that names it."""
+    problem = file.problem or f"is {file.condition}"
+    return problem if file.label in problem else f"{file.label}: {problem}"
+
+
+class DirectoryProvider(Provider):
+    """The original directory, walked once; files are examined when they are asked for."""
+
+    damaged = DamagedFileError
+
+    def __init__(self, path: bytes) -> None:
+        self.path = os.path.abspath(path)
+        tree = walk(path)
+        self._groups: dict[Group, dict[bytes, Member]] = {}
+        found = []
+        for file, body in zip(source_files(tree), tree.files, strict=True):
+            holding = _SourceHolding(file, tree.absolute(file.path), body.in_store)
+            found += [Member(file.path, file.role, holding)]
+            found += [Member(path, _linked(path, file.role), holding) for path in file.links]
+        for member in _sorted(found):
+            self._groups.setdefault(member.group, {})[member.path] = member
+
+    def groups(self) -> list[Group]:
+        return sorted(self._groups, key=lambda group: (group.run, step_key(group.step)))
+
+    def listed(self, group: Group) -> dict[bytes, Member]:
+        return self._groups[group]
+
+
+class _SourceHolding(Holding):
+    damaged = DamagedFileError
+
+    def __init__(self, file: SourceFile, path: bytes, in_store: bool) -> None:
+        super().__init__(file)
+        self._path = path
+        self._unit = ScanUnit(0, ((path, "" if in_store else file.label),))
+        self._table: Table | None = None
+
+    @property
+    def file(self) -> SourceFile:
+        self._examine()
+        return self._file
+
+    @property
+    def table(self) -> Table:
+        return self._examine()
+
+    def _examine(self) -> Table:
+        if self._table is None:
+            self._table = fill_in(self._file, scan_unit(self._unit)[0])
+        return self._table
+
+    def stretches(self, payload: int) -> list[Stretch]:
+        return [Stretch(self._path, *span, self.size) for span in self.table.spans(payload)]
+
+    def digest(self, payload: int) -> bytes | None:
+        return None
+
+
+class StoreProvider(Provider):
+    """A slim checkpoint: its root manifest, and parts and indexes as they are asked for."""
+
+    damaged = StoreDamagedError
+
+    def __init__(self, path: bytes) -> None:
+        self.path = os.path.abspath(path)
+        self._store = Store(path)
+        self._numbers: dict[Group, list[int]] = {}
+        for number, part in enumerate(self._store.root.parts):
+            self._numbers.setdefault(Group(part.run, part.step), []).append(number)
+        self._listed: dict[Group, dict[bytes, Member]] = {}
+
+    def groups(self) -> list[Group]:
+        return sorted(self._numbers, key=lambda group: (group.run, step_key(group.step)))
+
+    def listed(self, group: Group) -> dict[bytes, Member]:
+        if group not in self._listed:
+            found = []
+            for number in self._numbers[group]:
+                part = self._store.part(number)
+                sizes = {container.name: container.nbytes for container in part.containers}
+                for entry in part.files:
+                    file = entry.file
+                    holding = _StoreHolding(self._store, part, entry, sizes)
+                    found += [Member(file.path, file.role, holding)]
+                    found += [Member(p, _linked(p, file.role), holding) for p in file.links]
+            self._listed[group] = {member.path: member for member in _sorted(found)}
+        return self._listed[group]
+
+
+class _StoreHolding(Holding):
+    damaged = StoreDamagedError
+
+    def __init__(self, store: Store, part: Part, entry: FileEntry, sizes: dict[bytes, int]) -> None:
+        super().__init__(entry.file)
+        self._store, self._part, self._entry = store, part, entry
+        self._sizes = sizes
+        self._index: FileIndex | None = None
+
+    @property
+    def file(self) -> SourceFile:
+        return self._file
+
+    @property
+    def index(self) -> FileIndex:
+        if self._index is None:
+            place = self._entry.skeleton
+            if place.kind == "whole":
+                self._store.check_whole(self._entry, place)
+            found = self._store.index(self._part, self._entry)
+            if found is None:
+                raise StoreDamagedError(f"{self.label}: the store has no index of its tensors")
+            self._index = found
+        return self._index
+
+    @property
+    def table(self) -> Table:
+        return self.index.table
+
+    def stretches(self, payload: int) -> list[Stretch]:
+        whole = self._entry.skeleton
+        found = []
+        for name, offset, nbytes in self._store.pieces(
+            self._part, self._entry, self.index, payload
+        ):
+            if name is None:
+                found.append(Stretch(None, offset, nbytes, 0))
+                continue
+            size = self._sizes.get(name, whole.nbytes)
+            found.append(Stretch(self._store.absolute(name), offset, nbytes, size))
+        return found
+
+    def digest(self, payload: int) -> bytes | None:
+        found = self.index.places.digest[payload].tobytes()
+        return found if any(found) else None
+
+
+def _linked(path: bytes, first: Role) -> Role:
+    """The role of a further name of a file whose first name has the role ``first``."""
+    role = role_of(path)
+    if role.step is None and role.rank is None and not role.coords:
+        role.run = first.run
+    return role
+
+
+def _sorted(members: Iterable[Member]) -> list[Member]:
+    return sorted(members, key=lambda member: member.path)
