@@ -151,7 +151,7 @@ def test_a_run_comes_back_as_mindspore_wrote_it(
     for path in (original, tmp_path / "slim"):
         with slimckpt.open(path) as checkpoint:
             for file, loaded in truth.items():
-                step, rank = int(file.stem.split("_")[1]), int(file.parent.name[5:])
+                step, rank = file.stem.removeprefix("net-"), int(file.parent.name[5:])
                 agrees(checkpoint.step(step).rank(rank), loaded)
 
 
