@@ -16,6 +16,7 @@ from slimckpt.progress import Progress
 from slimckpt.rewrite.access import Access, Guard, protect
 from slimckpt.rewrite.plan import MAX_LINKS, PlannedPart
 from slimckpt.sources.digest import UNIT, Digests, digest_of, hash_unit, run_units, units_of
+from slimckpt.sources.positioned import open_for_reading
 from slimckpt.store.container import Link
 from slimckpt.store.index import IN_SKELETON, STORED, FileIndex, Places
 from slimckpt.store.manifest import Container, FileEntry, IndexPlace, Part, Place
@@ -177,7 +178,7 @@ class _Builder:
         size = int(self.bodies.sizes[number])
         fd = effects.create_file(target)
         try:
-            source = os.open(self.bodies.path(number), os.O_RDONLY | os.O_CLOEXEC)
+            source = open_for_reading(self.bodies.path(number), self.files[number].label)
             try:
                 if effects.clone(source, fd, target):
                     return

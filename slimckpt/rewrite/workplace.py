@@ -52,14 +52,15 @@ def workplace(destination: bytes) -> Iterator[bytes]:
     """
     work = destination + SUFFIX
     try:
-        effects.make_directory(work, 0o700)
-    except FileExistsError:
-        _take_over(work)
-        effects.make_directory(work, 0o700)
-    lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield work
+        lock = _make(work)
+        try:
+            yield work
+        finally:
+            try:
+                if _is(lock, work):
+                    effects.remove_tree(work)
+            finally:
+                os.close(lock)
     except OSError as error:
         if error.errno in _FULL:
             raise StoppedError(
@@ -67,10 +68,6 @@ def workplace(destination: bytes) -> Iterator[bytes]:
                 " space and run it again"
             ) from error
         raise
-    finally:
-        os.close(lock)
-        if os.path.lexists(work):
-            effects.remove_tree(work)
 
 
 def publish(work: bytes, destination: bytes, *, synced: bool = False) -> None:
@@ -82,16 +79,42 @@ def publish(work: bytes, destination: bytes, *, synced: bool = False) -> None:
     effects.sync_directory(os.path.dirname(destination))
 
 
-def _take_over(work: bytes) -> None:
-    if os.path.islink(work) or not os.path.isdir(work):
-        raise DestinationError(f"{show_path(work)} is in the way; remove it and run again")
-    lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _make(work: bytes) -> int:
+    """Make and lock a work directory, instead of one that a killed run left."""
     try:
+        effects.make_directory(work, 0o700)
+    except FileExistsError:
+        if os.path.islink(work) or not os.path.isdir(work):
+            raise DestinationError(
+                f"{show_path(work)} is in the way; remove it and run again"
+            ) from None
+        lock = _lock(work)
+        try:
+            effects.remove_tree(work)
+        finally:
+            os.close(lock)
+        effects.make_directory(work, 0o700)
+    return _lock(work)
+
+
+def _is(lock: int, work: bytes) -> bool:
+    """Whether the directory that is locked still has this name: not published, nor another's."""
+    try:
+        return os.path.samestat(os.fstat(lock), os.lstat(work))
+    except FileNotFoundError:
+        return False
+
+
+def _lock(work: bytes) -> int:
+    """A descriptor that holds the lock of a work directory, or :class:`DestinationError`."""
+    lock = -1
+    try:
+        lock = os.open(work, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        effects.remove_tree(work)
-    except BlockingIOError:
+    except (BlockingIOError, FileNotFoundError):
+        if lock >= 0:
+            os.close(lock)
         raise DestinationError(
             f"{show_path(work)} is in use by another run; wait for it, or name another destination"
         ) from None
-    finally:
-        os.close(lock)
+    return lock

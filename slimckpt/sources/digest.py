@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 from blake3 import blake3
 
 from slimckpt.model import Span
-from slimckpt.sources.positioned import Window, cut, read_spans_into
+from slimckpt.sources.positioned import Window, cut, open_for_reading, read_spans_into
 
 BLOCK = 4 * 1024 * 1024
 CONTEXT = "slimckpt block tree"
@@ -86,7 +86,7 @@ def hash_unit(unit: Unit) -> list[Hashed]:
     """Hash the pieces of one unit."""
     buffer = reusable_buffer()
     found = []
-    fd = os.open(unit.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_for_reading(unit.path, unit.label)
     try:
         window = Window(fd)
         for row, first, spans in unit.pieces:
@@ -109,7 +109,7 @@ def sample_unit(unit: Unit) -> list[Hashed]:
     """Digest the length and three samples of each piece; of short ones, all bytes."""
     buffer = reusable_buffer(3 * SAMPLE)
     found = []
-    fd = os.open(unit.path, os.O_RDONLY | os.O_CLOEXEC)
+    fd = open_for_reading(unit.path, unit.label)
     try:
         for row, first, spans in unit.pieces:
             total = sum(span.nbytes for span in spans)

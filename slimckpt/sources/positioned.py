@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Protocol
@@ -89,6 +90,26 @@ class FileSource:
                 )
             data += more
         return data
+
+
+def open_for_reading(path: bytes, label: str) -> int:
+    """The descriptor of a regular file; never waits for the other end of a FIFO.
+
+    Raises
+    ------
+    UnfaithfulSourceError
+        The file is gone, cannot be read, or is no regular file any more.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        raise UnfaithfulSourceError(
+            f"{label}: {error.strerror}; it was there before, and could be read"
+        ) from None
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UnfaithfulSourceError(f"{label}: it is no regular file any more")
+    return fd
 
 
 def read_spans_into(fd: int, spans: Sequence[Span], buffer: memoryview, label: str) -> int:

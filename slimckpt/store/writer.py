@@ -14,6 +14,7 @@ import numpy as np
 from slimckpt import effects
 from slimckpt.model import HOME_PAYLOAD, ROOT_COPY, ROOT_MANIFEST, Span, Table, gaps
 from slimckpt.sources.digest import BLOCK, digest_of, digest_of_blocks, hash_unit, units_of
+from slimckpt.sources.positioned import open_for_reading
 from slimckpt.store.container import Dataset, Layout, Link, lay_out
 from slimckpt.store.index import Contents
 from slimckpt.store.manifest import Container, Part, PartName, Root
@@ -200,7 +201,7 @@ class CopyUnit(NamedTuple):
 
 def copy_unit(unit: CopyUnit) -> None:
     """Copy the ranges of one unit."""
-    source = os.open(unit.source, os.O_RDONLY | os.O_CLOEXEC)
+    source = open_for_reading(unit.source, unit.label)
     try:
         fd = os.open(unit.target, os.O_WRONLY | os.O_CLOEXEC)
         try:
