@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -40,7 +39,6 @@ class Arrays:
         self.backend = backend
         self.writable = writable
         self._private: dict[tuple[Holding, int | None, str], Array] = {}
-        self._lock = threading.Lock()
 
     def array(self, holding: Holding, row: int) -> Array:
         """A tensor, as numpy has it; packed dtypes as ``uint8``."""
@@ -113,10 +111,10 @@ class Arrays:
         if not self.writable:
             return self._stored(holding, tensor, start, stop)
         key = (holding, tensor.payload, tensor.encoding)
-        with self._lock:
-            if key not in self._private:
-                self._private[key] = self._own(holding, tensor)
-            memory = self._private[key]
+        memory = self._private.get(key)
+        if memory is None:
+            # Two threads may both get here; the first to be done decides which memory it is.
+            memory = self._private.setdefault(key, self._own(holding, tensor))
         _check_inside(holding, tensor, start, stop, len(memory))
         return memory[start:stop]
 
@@ -125,10 +123,11 @@ class Arrays:
         stretches = _stretches(holding, tensor)
         if tensor.encoding != RAW:
             return np.array(self._decoded(holding, tensor, stretches))
-        path, offset, nbytes, size = stretches[0]
-        if len(stretches) > 1 or path is None:
-            return self._gather(stretches)
-        return self.backend.private(path, offset, nbytes, size)
+        if len(stretches) == 1:
+            path, offset, nbytes, size = stretches[0]
+            if path is not None:
+                return self.backend.private(path, offset, nbytes, size)
+        return self._gather(stretches)
 
     def _stored(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes | int:
         stretches = _stretches(holding, tensor)
@@ -186,10 +185,10 @@ class Arrays:
         if not self.writable:
             return np.broadcast_to(element, shape)
         key = (holding, None, str(row))
-        with self._lock:
-            if key not in self._private:
-                self._private[key] = np.full(shape, element, dtype)
-            return self._private[key]
+        memory = self._private.get(key)
+        if memory is None:
+            memory = self._private.setdefault(key, np.full(shape, element, dtype))
+        return memory
 
     def _finished(self, found: Array) -> Array:
         found.flags.writeable = self.writable

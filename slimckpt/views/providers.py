@@ -136,7 +136,8 @@ class Provider(ABC):
 def problem_of(file: SourceFile) -> str:
     """Why a file is not understood, in a sentence that names it."""
     problem = file.problem or f"is {file.condition}"
-    return problem if file.label in problem else f"{file.label}: {problem}"
+    named = problem.startswith((f"{file.label}:", f"{file.label} is "))
+    return problem if named else f"{file.label}: {problem}"
 
 
 class DirectoryProvider(Provider):
