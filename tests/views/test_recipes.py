@@ -350,6 +350,15 @@ def test_a_shape_that_does_not_take_the_recorded_bytes_is_damage(
         view_of(made)["w"]
 
 
+@pytest.mark.parametrize("row", [-1, 1, 2**40])
+def test_a_payload_that_is_not_there_is_damage(view_of: View, row: int) -> None:
+    made = FileByHand()
+    made.stored(0, 2000)
+    made.table.tensor("w", "U8", [2000], 2000, payload=row)
+    with pytest.raises(StoreDamagedError, match=f"tensor 'w': there is no payload {row}"):
+        view_of(made)["w"]
+
+
 def test_elements_without_bytes_are_damage(view_of: View) -> None:
     made = FileByHand()
     made.table.tensor("w", "F32", [3], 12)

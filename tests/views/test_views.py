@@ -292,6 +292,26 @@ class ReadingTests:
         assert list(ckpt.rank()) == ["w"]
         assert len(ckpt.files) == 3
 
+    def test_where_nothing_is_understood_all_runs_count(self, open_tree: Any) -> None:
+        ckpt = open_tree({"a/step_1/x": b"text", "b/step_2/x": b"text"})
+        assert (ckpt.runs, ckpt.steps) == (("a", "b"), (1, 2))
+        with pytest.raises(NotUnderstoodError, match="a/step_1/x"):
+            ckpt.step(1).rank()
+
+    def test_a_run_without_steps_is_one_beside_others(self, open_tree: Any) -> None:
+        ckpt = open_tree(
+            {
+                "a/rank_0/m": tensors(w=BIG),
+                "b/rank_0/m": tensors(w=BIG + 1),
+                "c/step_1/rank_0/m": tensors(w=BIG + 2),
+            }
+        )
+        assert (ckpt.runs, ckpt.steps) == (("a", "b", "c"), (1,))
+        assert np.array_equal(ckpt.rank(0)["w"], BIG + 2)
+        assert np.array_equal(ckpt.rank(0, run="b")["w"], BIG + 1)
+        with pytest.raises(UnknownStepError, match="no step 1 in run 'a'; there are run 'a'"):
+            ckpt.step(1, run="a")
+
     # Ranks.
 
     def test_a_rank_is_its_files_and_those_of_no_rank_in_file_order(self, open_tree: Any) -> None:
@@ -638,9 +658,10 @@ class ReadingTests:
     def test_a_hard_link_is_a_file_of_its_own_rank(self, tmp_path: Path, open: Open) -> None:
         root = write(tmp_path / "linked", {"rank_0/m": tensors(w=BIG), "rank_1/n": tensors(v=BIG)})
         os.link(root / "rank_0" / "m", root / "rank_1" / "m")
+        os.link(root / "rank_1" / "n", root / "zz")
         ckpt = open(root)
-        assert list(ckpt.files) == ["rank_0/m", "rank_1/m", "rank_1/n"]
-        assert list(ckpt.rank(0)) == ["w"]
+        assert list(ckpt.files) == ["rank_0/m", "rank_1/m", "rank_1/n", "zz"]
+        assert list(ckpt.rank(0)) == ["w", "v"]
         assert list(ckpt.rank(1)) == ["w", "v"]
         assert np.array_equal(ckpt.files["rank_1/m"]["w"], BIG)
 
