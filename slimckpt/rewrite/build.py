@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +56,7 @@ class _Builder:
             self.class_container[class_] = container
         self.small_skeletons: dict[int, tuple[int, int]] = {}
         self.drafts: list[Draft] = []
+        self.linked = {number for part in self.plan.parts for number, _, _ in part.links}
         self.index_data: dict[int, bytes] = {}
         self._tensors = self.bodies.catalog.table.tensors_of_payloads()
 
@@ -194,6 +196,8 @@ class _Builder:
     def _part(self, planned: PlannedPart) -> tuple[Part, list[int]]:
         """A part's entries, and the numbers of the containers that they use, in its order."""
         local: dict[int, int] = {}
+        if planned.links or not self.linked.isdisjoint(planned.files):
+            local = {container: place for place, container in enumerate(self._common())}
 
         def number_of(container: int) -> int:
             return local.setdefault(container, len(local))
@@ -204,7 +208,27 @@ class _Builder:
             if number in self.plan.index_container:
                 entry.index = self._index(number, number_of)
             part.files.append(entry)
+        for number, path, role in planned.links:
+            file = replace(self.files[number], path=path, role=role, links=())
+            entry = FileEntry(file, self._skeleton(number, number_of), None, "link")
+            entry.body = self.files[number].path
+            if number in self.plan.index_container:
+                entry.index = self._index(number, number_of)
+            part.files.append(entry)
         return part, list(local)
+
+    def _common(self) -> list[int]:
+        """Containers of files that several parts list: numbered alike in each, since the file has
+        one index."""
+        used = {self.plan.index_container[n] for n in self.linked if n in self.plan.index_container}
+        for number in self.linked - self.plan.whole.keys():
+            rows = self.bodies.catalog.payloads(number)
+            skeleton = self.bodies.skeleton(number)
+            classes = self.sharing.class_of[[*range(rows.start, rows.stop), skeleton]]
+            used.update(self.class_container[classes].tolist())
+            if skeleton in self.small_skeletons:
+                used.add(self.small_skeletons[skeleton][0])
+        return sorted(used - {-1})
 
     def _skeleton(self, number: int, number_of: Callable[[int], int]) -> Place:
         if number in self.plan.whole:

@@ -46,11 +46,13 @@ class PlannedContainer:
 
 @dataclass(slots=True)
 class PlannedPart:
-    """The files and other entries of one run and step."""
+    """The files and other entries of one run and step; ``links`` are further names of files whose
+    first name has another role."""
 
     run: str
     step: StepLabel | None
     files: list[int] = field(default_factory=list)
+    links: list[tuple[int, bytes, Role]] = field(default_factory=list)
     others: list[OtherEntry] = field(default_factory=list)
 
 
@@ -224,6 +226,12 @@ def _parts(tree: Tree, bodies: Bodies) -> list[PlannedPart]:
     part("", None)
     for number, file in enumerate(bodies.catalog.files):
         part(file.role.run, file.role.step).files.append(number)
+        for link in file.links:
+            role = role_of(link)
+            if role.step is None and role.rank is None and not role.coords:
+                role.run = file.role.run
+            if role != file.role:
+                part(role.run, role.step).links.append((number, link, role))
     for path, stat in tree.directories:
         role = role_of(path, directory=True)
         home = part(role.run, role.step) if (role.run, role.step) in found else part("", None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -36,12 +36,12 @@ class Selection:
         wanted = {str(step) for step in self.steps}
         return not wanted or part.step is None or str(part.step) in wanted
 
-    def names(self, entry: FileEntry) -> list[bytes]:
-        """Which paths of a file of a chosen part are wanted."""
+    def names(self, entry: FileEntry, elsewhere: Container[bytes]) -> list[bytes]:
+        """Which paths of a file of a chosen part are wanted; ``elsewhere`` have their own entry."""
         file = entry.file
         if self.ranks and file.role.rank is not None and file.role.rank not in self.ranks:
             return []
-        paths = [file.path, *file.links]
+        paths = [file.path, *(link for link in file.links if link not in elsewhere)]
         if not self.globs:
             return paths
         return [path for path in paths if self.matches(path)]
@@ -71,17 +71,22 @@ def choose(store: Store, selection: Selection) -> Chosen:
     _refuse_unknown(parts, selection)
     chosen = Chosen()
     directories: dict[bytes, OtherEntry] = {}
+    bodies: dict[bytes, tuple[Part, FileEntry, list[bytes]]] = {}
+    elsewhere = {e.file.path for part in parts for e in part.files if e.origin == "link"}
     for part in parts:
         here = selection.in_part(part)
         for entry in part.files:
-            names = selection.names(entry) if here and entry.origin == "file" else []
-            if names:
-                chosen.files.append((part, entry, names))
+            if here and entry.origin in ("file", "link"):
+                names = selection.names(entry, elsewhere)
+                body = entry.file.path if entry.body is None else entry.body
+                if names:
+                    bodies.setdefault(body, (part, entry, []))[2].extend(names)
         for other in part.others:
             if other.target is None:
                 directories[other.path] = other
             elif here and (not selection.globs or selection.matches(other.path)):
                 chosen.symlinks.append(other)
+    chosen.files = [(part, entry, sorted(names)) for part, entry, names in bodies.values()]
     if not selection.everything and not chosen.files and not chosen.symlinks:
         raise UsageError("the selection matches no file; `slimckpt ls` shows what there is")
     if selection.everything:

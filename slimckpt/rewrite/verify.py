@@ -111,7 +111,7 @@ class _Verifier:
         self.result.containers = len(containers)
         for part in parts:
             for entry in part.files:
-                self.result.files += 1
+                self.result.files += entry.origin == "file"
                 self._guarded(self._entry, part, entry)
 
     def _problem(self, text: str) -> None:

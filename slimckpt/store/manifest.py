@@ -66,12 +66,17 @@ class IndexPlace:
 
 @dataclass(slots=True)
 class FileEntry:
-    """One source file in a part."""
+    """One source file in a part.
+
+    ``origin`` is ``file``; ``link`` for a further name whose step or rank is not that of the
+    body's first name, which is then ``body``; or ``synthetic``.
+    """
 
     file: SourceFile
     skeleton: Place
     index: IndexPlace | None = None
     origin: str = "file"
+    body: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -252,6 +257,8 @@ def _file(entry: FileEntry) -> dict[str, Any]:
         "links": [encode_path(link) for link in file.links],
         "skeleton": _place(entry.skeleton),
     }
+    if entry.body is not None:
+        raw["body"] = encode_path(entry.body)
     if entry.index:
         index = entry.index
         raw["index"] = {
@@ -284,6 +291,7 @@ def _read_file(raw: dict[str, Any], run: str, step: StepLabel | None) -> FileEnt
         if index
         else None,
         raw["origin"],
+        safe_path(raw["body"]) if raw["origin"] == "link" else None,
     )
 
 

@@ -602,6 +602,8 @@ class Chooser:
         self._wanted_directories: list[bytes] = []
         self._occupied: set[bytes] = set()
         self._ranks: set[int] = set()
+        self._linked: set[bytes] = set()
+        self._bodies: dict[bytes, list[tuple[Any, list[Container], list[bytes]]]] = {}
 
     def choose(self) -> Tree:
         root = self.store.root()
@@ -613,6 +615,7 @@ class Chooser:
                 self._part(named, self.wanted.part(run, step))
         except NOT_AS_EXPECTED as error:
             raise Damage(f"{label}: not a root manifest: {error!r}") from None
+        self._join_links()
         for rank in self.wanted.ranks:
             if rank not in self._ranks:
                 known = ", ".join(map(str, sorted(self._ranks))) or "none"
@@ -682,20 +685,35 @@ class Chooser:
                 self.tree.symlinks[path] = (raw_path(raw["target"]), meta_of(raw))
         elif kind == "file":
             names = [path] + [safe_path(link) for link in raw["links"]]
+            if raw["origin"] == "link":
+                self._linked.add(path)
             self._occupied.update(map(os.path.dirname, names))
             if not chosen or raw["origin"] == "synthetic":
                 return
-            if raw["origin"] != "file":
+            if raw["origin"] not in ("file", "link"):
                 raise ValueError(f"{show(path)} is of unknown origin {raw['origin']!r}")
+            body = safe_path(raw["body"]) if raw["origin"] == "link" else path
             rank = raw["rank"]
             if rank is not None:
                 self._ranks.add(number(raw, "rank"))
             if self.wanted.rank(rank):
                 names = [name for name in names if self.wanted.path(name)]
                 if names:
-                    self.tree.files.append(file_of(raw, containers, tuple(names)))
+                    self._bodies.setdefault(body, []).append((raw, containers, names))
         else:
             raise ValueError(f"{show(path)} is of unknown kind {kind!r}")
+
+    def _join_links(self) -> None:
+        """One file for each body: of its names, those whose own entry was chosen."""
+        for entries in self._bodies.values():
+            names = set()
+            for raw, _, found in entries:
+                own = {raw_path(raw["path"])}
+                names.update(n for n in found if n in own or n not in self._linked)
+            if names:
+                raw, containers, _ = entries[0]
+                file = file_of(raw, containers, tuple(sorted(names)))
+                self.tree.files.append(file)
 
     def _pick_directories(self) -> None:
         tree, wanted = self.tree, self.wanted
