@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -166,13 +167,13 @@ def build(
     made: list[bytes] = []
     for path, make, _ in tree:
         here = os.path.join(root, path)
-        try:
-            os.makedirs(os.path.dirname(here), exist_ok=True)
-        except (FileExistsError, NotADirectoryError, OSError):
+        above = [path[:at] for at in range(len(path)) if path[at : at + 1] == b"/"]
+        taken = [p for p in above if os.path.lexists(os.path.join(root, p))]
+        if os.path.lexists(here) or not all(
+            stat.S_ISDIR(os.lstat(os.path.join(root, p)).st_mode) for p in taken
+        ):
             continue
-        inside = os.path.relpath(os.path.realpath(os.path.dirname(here)), os.path.realpath(root))
-        if os.path.lexists(here) or inside.startswith(b".."):
-            continue
+        os.makedirs(os.path.dirname(here), exist_ok=True)
         if make is None:
             os.mkdir(here)
             continue
