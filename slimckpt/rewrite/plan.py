@@ -226,12 +226,12 @@ def _parts(tree: Tree, bodies: Bodies) -> list[PlannedPart]:
     part("", None)
     for number, file in enumerate(bodies.catalog.files):
         part(file.role.run, file.role.step).files.append(number)
-        for link in file.links:
-            role = role_of(link)
+        for name in file.links:
+            role = role_of(name)
             if role.step is None and role.rank is None and not role.coords:
                 role.run = file.role.run
             if role != file.role:
-                part(role.run, role.step).links.append((number, link, role))
+                part(role.run, role.step).links.append((number, name, role))
     for path, stat in tree.directories:
         role = role_of(path, directory=True)
         home = part(role.run, role.step) if (role.run, role.step) in found else part("", None)

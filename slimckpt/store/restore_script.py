@@ -603,7 +603,7 @@ class Chooser:
         self._occupied: set[bytes] = set()
         self._ranks: set[int] = set()
         self._linked: set[bytes] = set()
-        self._bodies: dict[bytes, list[tuple[Any, list[Container], list[bytes]]]] = {}
+        self._bodies: dict[bytes, list[File]] = {}
 
     def choose(self) -> Tree:
         root = self.store.root()
@@ -699,21 +699,19 @@ class Chooser:
             if self.wanted.rank(rank):
                 names = [name for name in names if self.wanted.path(name)]
                 if names:
-                    self._bodies.setdefault(body, []).append((raw, containers, names))
+                    file = file_of(raw, containers, tuple(names))
+                    self._bodies.setdefault(body, []).append(file)
         else:
             raise ValueError(f"{show(path)} is of unknown kind {kind!r}")
 
     def _join_links(self) -> None:
         """One file for each body: of its names, those whose own entry was chosen."""
-        for entries in self._bodies.values():
-            names = set()
-            for raw, _, found in entries:
-                own = {raw_path(raw["path"])}
-                names.update(n for n in found if n in own or n not in self._linked)
+        for files in self._bodies.values():
+            names: list[bytes] = []
+            for file in files:
+                names += [n for n in file.names if n == file.path or n not in self._linked]
             if names:
-                raw, containers, _ = entries[0]
-                file = file_of(raw, containers, tuple(sorted(names)))
-                self.tree.files.append(file)
+                self.tree.files.append(files[0]._replace(names=tuple(sorted(names))))
 
     def _pick_directories(self) -> None:
         tree, wanted = self.tree, self.wanted
