@@ -249,7 +249,7 @@ def _holders(catalog: Catalog, members: Sequence[int]) -> str:
     steps = sorted({role.step for role in roles if role.step is not None}, key=step_key)
     said = []
     if ranks:
-        said.append(f"ranks {compact_ranks(ranks)}")
+        said.append(f"rank{'s' * (len(ranks) > 1)} {compact_ranks(ranks)}")
     if len(steps) > 1:
         shown = [str(step) for step in steps]
         said.append(f"steps {', '.join(shown if len(shown) < 6 else [*shown[:4], '…', shown[-1]])}")
