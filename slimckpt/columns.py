@@ -9,6 +9,7 @@ columns and header keys they do not know.
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -18,6 +19,7 @@ import numpy.typing as npt
 
 MAGIC = b"SLIMCOL\x00"
 _PREFIX = struct.Struct("<8sI")
+_SPELLING = re.compile(r"\|[biu]1|<[iuf][248]")
 
 
 def pack(columns: Mapping[str, npt.NDArray[Any]], header: Mapping[str, Any]) -> bytes:
@@ -60,8 +62,10 @@ def unpack(data: Any) -> tuple[dict[str, npt.NDArray[Any]], dict[str, Any]]:
     start = -(-(_PREFIX.size + length) // 8) * 8
     columns: dict[str, npt.NDArray[Any]] = {}
     for name, (offset, spelling, count) in header.pop("columns").items():
+        if not _SPELLING.fullmatch(spelling):
+            raise ValueError(f"column {name} is of an unknown type, {spelling}")
         dtype = np.dtype(spelling)
-        if dtype.hasobject or offset < 0 or start + offset + dtype.itemsize * count > len(view):
+        if min(offset, count) < 0 or start + offset + dtype.itemsize * count > len(view):
             raise ValueError(f"column {name} lies outside the {len(view)} bytes given")
         columns[name] = np.frombuffer(view, dtype, count, start + offset)
     return columns, header
