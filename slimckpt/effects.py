@@ -177,11 +177,6 @@ def rename_new(source: bytes, target: bytes) -> None:
     os.rename(source, target)
 
 
-def replace(source: bytes, target: bytes) -> None:
-    _about_to("rename", target)
-    os.replace(source, target)
-
-
 def link(source: bytes, target: bytes) -> None:
     _about_to("link", target)
     os.link(source, target, follow_symlinks=False)
@@ -212,11 +207,6 @@ def change_mtime(path: bytes, mtime: int) -> None:
     """Set the modification time, in nanoseconds; of a symbolic link itself."""
     _about_to("utime", path)
     os.utime(path, ns=(mtime, mtime), follow_symlinks=False)
-
-
-def remove_file(path: bytes) -> None:
-    _about_to("unlink", path)
-    os.unlink(path)
 
 
 def remove_tree(path: bytes) -> None:
