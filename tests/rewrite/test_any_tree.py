@@ -196,7 +196,7 @@ def is_marked_as_a_store(root: Path) -> bool:
     """Whether a tree says of itself, at its top, that it is a slim checkpoint."""
     manifests = [root / "slimckpt.json", root / "slimckpt.json.2"]
     return any(
-        path.is_file() and not path.is_symlink() and path.read_bytes().startswith(MARK)
+        not path.is_symlink() and path.is_file() and path.read_bytes().startswith(MARK)
         for path in manifests
     )
 
