@@ -10,9 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
-import io
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,8 +50,11 @@ def make_directory(path: bytes, mode: int = 0o777) -> None:
 
 def make_directories(path: bytes, mode: int = 0o777) -> None:
     """Make ``path`` and what is missing above it."""
-    if not os.path.isdir(path):
-        make_directories(os.path.dirname(path), mode)
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for path in reversed(missing):
         make_directory(path, mode)
 
 
@@ -209,57 +210,29 @@ def change_mtime(path: bytes, mtime: int) -> None:
     os.utime(path, ns=(mtime, mtime), follow_symlinks=False)
 
 
+def directories_in(path: bytes) -> list[bytes]:
+    """A directory and all below it, parents first; no link is followed, no depth too deep."""
+    found = [path]
+    for directory in found:
+        with os.scandir(directory) as entries:
+            found += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
+    return found
+
+
 def remove_tree(path: bytes) -> None:
     """Remove a directory of ours with all it holds; nothing if it is not there."""
     _about_to("rmtree", path)
     if not os.path.isdir(path):
         return
-    os.chmod(path, 0o700)
-    for directory, names, _ in os.walk(path):
-        for name in names:
-            inner = os.path.join(directory, name)
-            if not os.path.islink(inner):
-                os.chmod(inner, 0o700)
-    shutil.rmtree(path)
-
-
-class EffectFile(io.RawIOBase):
-    """A file object over this module, for libraries that want to write themselves (h5py)."""
-
-    def __init__(self, fd: int, path: bytes) -> None:
-        self._fd = fd
-        self._path = path
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: os.fstat(self._fd).st_size}
-        self._at = base[whence] + offset
-        return self._at
-
-    def tell(self) -> int:
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        done = os.preadv(self._fd, [buffer], self._at)
-        self._at += done
-        return done
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        write_at(self._fd, view, self._at, self._path)
-        self._at += len(view)
-        return len(view)
-
-    def truncate(self, size: int | None = None) -> int:
-        size = self._at if size is None else size
-        truncate(self._fd, size, self._path)
-        return size
+    found = [path]
+    for directory in found:
+        os.chmod(directory, 0o700)
+        with os.scandir(directory) as listing:
+            entries = list(listing)
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                found.append(entry.path)
+            else:
+                os.unlink(entry.path)
+    for directory in reversed(found):
+        os.rmdir(directory)

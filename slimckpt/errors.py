@@ -24,7 +24,12 @@ class DestinationError(SlimckptError, FileExistsError):
 
 
 class NoSpaceError(SlimckptError, OSError):
-    """The destination's file system cannot hold what would be written. Nothing was written."""
+    """The destination's file system cannot hold what would be written. Nothing was written.
+
+    Exit code 4, as for a disk that fills up meanwhile.
+    """
+
+    exit_code = 4
 
 
 class NotAStoreError(SlimckptError, FileNotFoundError):

@@ -69,6 +69,8 @@ def walk(root: bytes) -> Tree:
         Something in it cannot be copied faithfully: a device, a FIFO, a socket, a directory that
         cannot be read, a path that is too long.
     """
+    if not root:
+        raise UsageError("the name of the directory is empty; is a variable not set?")
     root = os.path.realpath(root)
     try:
         is_directory = stat.S_ISDIR(os.stat(root).st_mode)

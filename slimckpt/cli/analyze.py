@@ -24,7 +24,13 @@ _MOST_FILES = 10
 @click.command("analyze")
 @click.argument("source", metavar="SRC")
 @click.option("--exact", is_flag=True, help="Hash all bytes; else savings are an upper bound.")
-@click.option("--groups", default=10, show_default=True, help="How many replica groups to list.")
+@click.option(
+    "--groups",
+    default=10,
+    show_default=True,
+    type=click.IntRange(0),
+    help="How many replica groups to list.",
+)
 @click.option(
     "--category",
     "categories",
@@ -107,6 +113,7 @@ def _show(report: Report) -> None:
     if report.not_slimmed:
         click.echo(f"\nkept as they are: {count(len(report.not_slimmed), 'file')}")
         for path, reason, nbytes in report.not_slimmed[:_MOST_FILES]:
+            reason = reason.removeprefix(f"{path}: ").removeprefix(f"{path} is ")
             click.echo(f"  {path} ({size(nbytes)}): {reason}")
         if len(report.not_slimmed) > _MOST_FILES:
             click.echo(f"  … and {len(report.not_slimmed) - _MOST_FILES} more (--json lists all)")

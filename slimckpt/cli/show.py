@@ -11,6 +11,8 @@ import click
 
 from slimckpt.progress import SILENT, Progress
 
+MOST = 100
+"""Characters of a cell; longer ones are cut."""
 _UNITS = ("B", "KB", "MB", "GB", "TB", "PB")
 
 
@@ -35,6 +37,7 @@ def count(number: int, noun: str) -> str:
 
 def table(rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,)) -> str:
     """Aligned columns; those in ``left`` to the left, others to the right."""
+    rows = [[cell if len(cell) <= MOST else cell[: MOST - 1] + "…" for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []
     for row in rows:
@@ -69,7 +72,8 @@ def jobs_option(command: Callable[..., None]) -> Callable[..., None]:
 
 def progress(quiet: bool) -> Progress:
     """A bar on a terminal, nothing elsewhere."""
-    return SILENT if quiet or not sys.stderr.isatty() else _Bar()
+    shown = sys.stderr is not None and sys.stderr.isatty() and not quiet
+    return _Bar() if shown else SILENT
 
 
 class _Bar(Progress):

@@ -29,7 +29,7 @@ _MOST_FILES = 10
     default=5.0,
     show_default=True,
     metavar="PCT",
-    help="Leave files as they are of which less is shared; 0 rewrites all that are understood.",
+    help="Rewrite a file only if this much of it is shared; 0: all that are understood.",
 )
 @click.option("--dry-run", is_flag=True, help="Decide and predict; write nothing.")
 @click.option("--strict", is_flag=True, help="Stop, before writing, if a file is damaged.")
@@ -69,16 +69,21 @@ def slim_command(
     for warning in result.warnings:
         click.echo(f"slimckpt: warning: {warning}", err=True)
     saved = result.source_nbytes - result.store_nbytes
+    gain = (
+        f"{percent(saved, result.source_nbytes)} saved"
+        if saved > 0
+        else f"{size(-saved)} MORE than the source"
+    )
     verb = "would hold" if dry_run else "holds"
     about = "about " if dry_run else ""
     click.echo(
         f"{destination} {verb} {count(result.files, 'file')} of {size(result.source_nbytes)} in"
-        f" {about}{size(result.store_nbytes)} ({percent(saved, result.source_nbytes)} saved),"
+        f" {about}{size(result.store_nbytes)} ({gain}),"
         f" {result.store_inodes} inodes"
     )
     click.echo(f"  rewritten: {result.rewritten}, kept whole: {len(result.kept_whole)}")
     for path, reason in result.kept_whole[:_MOST_FILES]:
-        click.echo(f"    {path}: {reason}")
+        click.echo(f"    {path}: {reason.removeprefix(path + ': ')}")
     if len(result.kept_whole) > _MOST_FILES:
         click.echo(f"    … and {len(result.kept_whole) - _MOST_FILES} more (--json lists all)")
     if dry_run:

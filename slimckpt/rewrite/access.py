@@ -30,13 +30,17 @@ class Guard:
 
     def _mask(self, directory: bytes) -> int:
         """The bits of a mode that mean anything below ``directory``."""
-        if directory not in self._masks:
-            mode = self._own.get(directory, 0o777)
-            mask = 0o7700 | (0o070 if mode & 0o010 else 0) | (0o007 if mode & 0o001 else 0)
-            if directory:
-                mask &= self._mask(os.path.dirname(directory))
-            self._masks[directory] = mask
-        return self._masks[directory]
+        above = [directory]
+        while above[-1] and above[-1] not in self._masks:
+            above.append(os.path.dirname(above[-1]))
+        mask = 0o7777
+        for path in reversed(above):
+            if path not in self._masks:
+                mode = self._own.get(path, 0o777)
+                mask &= 0o7700 | (0o070 if mode & 0o010 else 0) | (0o007 if mode & 0o001 else 0)
+                self._masks[path] = mask
+            mask = self._masks[path]
+        return mask
 
     def mode(self, path: bytes, stat: Stat) -> int:
         """The permission bits with which a file can really be used."""

@@ -18,7 +18,7 @@ from slimckpt.rewrite.workplace import check_destination, publish, workplace
 from slimckpt.sources.digest import UNIT, Digests, hash_unit, run_units, units_of
 from slimckpt.store.index import IN_SKELETON, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
-from slimckpt.store.reader import Store
+from slimckpt.store.reader import Store, damage
 from slimckpt.store.writer import CopyUnit, copy_unit
 
 
@@ -60,7 +60,7 @@ def restore(
     UsageError
         The selection matches nothing.
     """
-    opened = Store(os.fsencode(store))
+    opened = Store(os.fsencode(store), trust_times=False)
     target = check_destination(os.fsencode(destination), opened.path)
     chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run))
     with ThreadPoolExecutor(jobs or default_jobs()) as executor, workplace(target) as work:
@@ -68,7 +68,7 @@ def restore(
             _Restorer(opened, chosen, work, executor, progress).run()
         finally:
             progress.finish()
-        for directory, _, _ in os.walk(work):
+        for directory in effects.directories_in(work):
             effects.sync_directory(directory)
         for entry in reversed(chosen.directories):
             _give_back(os.path.join(work, entry.path) if entry.path else work, entry.stat)
@@ -94,8 +94,9 @@ class _Restorer:
                 effects.make_directories(self._path(directory.path), 0o700)
         total = sum(entry.file.size for _, entry, _ in self.chosen.files)
         self.progress.start("restoring", total)
-        for unit, _ in run_units(self.executor, copy_unit, self._copies()):
-            self.progress.advance(unit.nbytes)
+        with damage():
+            for unit, _ in run_units(self.executor, copy_unit, self._copies()):
+                self.progress.advance(unit.nbytes)
         self.progress.start("checking", total)
         synced = [self._path(names[0]) for _, _, names in self.chosen.files]
         for _ in run_units(self.executor, _sync, synced):
@@ -116,9 +117,15 @@ class _Restorer:
         return os.path.join(self.work, path)
 
     def _copies(self) -> Iterator[CopyUnit]:
+        checked: set[bytes] = set()
         for part, entry, names in self.chosen.files:
             target = self._path(names[0])
             runs = self.store.runs(part, entry, self.store.index(part, entry))
+            sizes = {container.name: container.nbytes for container in part.containers}
+            for used in {run.name for run in runs if run.name is not None} - checked:
+                if used in sizes:
+                    self.store.check_size(used, sizes[used])
+                checked.add(used)
             fd = effects.create_file(target)
             try:
                 effects.allocate(fd, entry.file.size, target)

@@ -7,8 +7,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
+from slimckpt.analysis.roles import step_key
 from slimckpt.errors import UsageError
-from slimckpt.model import StepLabel, encode_path, show_path
+from slimckpt.model import StepLabel, compact_ranks, encode_path, show_path
 from slimckpt.store.manifest import FileEntry, OtherEntry, Part
 from slimckpt.store.reader import Store
 
@@ -87,17 +88,35 @@ def choose(store: Store, selection: Selection) -> Chosen:
             elif here and (not selection.globs or selection.matches(other.path)):
                 chosen.symlinks.append(other)
     chosen.files = [(part, entry, sorted(names)) for part, entry, names in bodies.values()]
-    if not selection.everything and not chosen.files and not chosen.symlinks:
+    empty = _empty_directories(parts, selection)
+    if not (selection.everything or chosen.files or chosen.symlinks or empty):
         raise UsageError("the selection matches no file; `slimckpt ls` shows what there is")
     if selection.everything:
         chosen.directories = list(directories.values())
     else:
         paths = [path for _, _, names in chosen.files for path in names]
-        paths += [link.path for link in chosen.symlinks]
-        needed = {above for path in paths for above in _above(path)}
+        paths += [link.path for link in chosen.symlinks] + empty
+        needed = {above for path in paths for above in _above(path)}.union(empty)
         chosen.directories = [directories[path] for path in needed if path in directories]
     chosen.directories.sort(key=lambda entry: entry.path)
     return chosen
+
+
+def _empty_directories(parts: Sequence[Part], selection: Selection) -> list[bytes]:
+    """Wanted directories of chosen parts that hold nothing."""
+    paths = [p for part in parts for e in part.files for p in (e.file.path, *e.file.links)]
+    paths += [other.path for part in parts for other in part.others]
+    holding = {os.path.dirname(path) for path in paths if path}
+    return [
+        other.path
+        for part in parts
+        if selection.in_part(part)
+        for other in part.others
+        if other.target is None
+        and other.path not in holding
+        and other.path
+        and (not selection.globs or selection.matches(other.path))
+    ]
 
 
 def _above(path: bytes) -> list[bytes]:
@@ -109,20 +128,21 @@ def _above(path: bytes) -> list[bytes]:
 
 
 def _refuse_unknown(parts: Sequence[Part], selection: Selection) -> None:
-    steps = sorted({str(part.step) for part in parts if part.step is not None})
+    labels = {part.step for part in parts if part.step is not None}
+    steps = [str(label) for label in sorted(labels, key=step_key)]
     for step in selection.steps:
         if str(step) not in steps:
             raise UsageError(f"no step {step}; there are {', '.join(steps) or 'none'}")
     if selection.run is not None and selection.run not in {part.run for part in parts}:
         runs = sorted({repr(part.run) for part in parts})
         raise UsageError(f"no run {selection.run!r}; there are {', '.join(runs)}")
-    ranks = {e.file.role.rank for part in parts for e in part.files}
+    ranks = {e.file.role.rank for part in parts if selection.in_part(part) for e in part.files}
     for rank in selection.ranks:
         if rank not in ranks:
-            known = ", ".join(str(r) for r in sorted(r for r in ranks if r is not None))
-            raise UsageError(f"no rank {rank}; there are {known or 'none'}")
+            known = compact_ranks(r for r in ranks if r is not None)
+            raise UsageError(f"no rank {rank} in what is selected; there are {known or 'none'}")
     paths = [p for part in parts for e in part.files for p in (e.file.path, *e.file.links)]
-    paths += [o.path for part in parts for o in part.others if o.target is not None]
+    paths += [other.path for part in parts for other in part.others]
     for glob in selection.globs:
         if not any(fnmatchcase(encode_path(path), glob) for path in paths):
             first = show_path(paths[0]) if paths else "none"

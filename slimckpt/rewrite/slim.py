@@ -103,8 +103,8 @@ def slim(
     tree = walk(root)
     if is_store(tree.root):
         raise NothingToGainError(
-            f"{show_path(root)} is a slim checkpoint already; `slimckpt add` puts further steps"
-            " into one"
+            f"{show_path(root)} is a slim checkpoint already. Further steps will be put into one by"
+            " `slimckpt add`, which this version does not have yet"
         )
     target = check_destination(target, tree.root)
     with ThreadPoolExecutor(jobs or default_jobs()) as executor:

@@ -73,7 +73,7 @@ def workplace(destination: bytes) -> Iterator[bytes]:
 def publish(work: bytes, destination: bytes, *, synced: bool = False) -> None:
     """Make every name in the work directory durable and give it the destination's name."""
     if not synced:
-        for directory, _, _ in os.walk(work):
+        for directory in effects.directories_in(work):
             effects.sync_directory(directory)
     effects.rename_new(work, destination)
     effects.sync_directory(os.path.dirname(destination))

@@ -2,17 +2,19 @@
 
 The recipe is chosen to be fast and to give the same bytes every time: the earliest file format,
 no object times, no free-space bookkeeping, early allocation without filling, small datasets
-packed at 64 bytes first, large ones at pages after. Structure is written by libhdf5 through
-:class:`~slimckpt.effects.EffectFile`; payload bytes never go through it.
+packed at 64 bytes first, large ones at pages after. libhdf5 writes the structure into a
+:class:`StructureFile`; payload bytes never go through it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import io
+import os
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from slimckpt.effects import EffectFile
+from slimckpt import effects
 from slimckpt.store.hdf5_types import hdf5_type
 
 LARGE = 64 * 1024
@@ -20,6 +22,7 @@ PAGE = 4096
 SMALL_ALIGNMENT = 64
 MAX_RANK = 32
 """Dimensions a dataset of HDF5 can have."""
+_RUN_PAGES = 1024
 
 
 @dataclass(slots=True)
@@ -73,29 +76,95 @@ def lay_out(fd: int, path: bytes, datasets: Sequence[Dataset], links: Iterable[L
     offsets = [0] * len(datasets)
     small = [i for i, d in enumerate(datasets) if d.nbytes < LARGE]
     large = [i for i, d in enumerate(datasets) if d.nbytes >= LARGE]
-    with EffectFile(fd, path) as raw:
-        file = h5f.create(b"container", h5f.ACC_TRUNC, creation, _access(raw, 1, SMALL_ALIGNMENT))
+    raw = StructureFile()
+    file = h5f.create(b"container", h5f.ACC_TRUNC, creation, _access(raw, 1, SMALL_ALIGNMENT))
+    try:
+        groups = _groups(file, sorted({d.group for d in datasets} | {"tensors"}))
+        _create(groups, datasets, small, offsets)
+        if not large:
+            _link(groups["tensors"], links)
+    finally:
+        file.close()
+    if large:
+        file = h5f.open(b"container", h5f.ACC_RDWR, _access(raw, LARGE, PAGE))
         try:
             groups = _groups(file, sorted({d.group for d in datasets} | {"tensors"}))
-            _create(groups, datasets, small, offsets)
-            if not large:
-                _link(groups["tensors"], links)
+            _create(groups, datasets, large, offsets)
+            _link(groups["tensors"], links)
         finally:
             file.close()
-        if large:
-            file = h5f.open(b"container", h5f.ACC_RDWR, _access(raw, LARGE, PAGE))
-            try:
-                groups = _groups(file, sorted({d.group for d in datasets} | {"tensors"}))
-                _create(groups, datasets, large, offsets)
-                _link(groups["tensors"], links)
-            finally:
-                file.close()
-        nbytes = raw.seek(0, 2)
     ends = [at + d.nbytes for at, d in zip(offsets, datasets, strict=True)]
-    return Layout(offsets, max([nbytes, *ends]))
+    layout = Layout(offsets, max([raw.size, *ends]))
+    for offset, data in raw.written():
+        effects.write_at(fd, data[: layout.nbytes - offset], offset, path)
+    return layout
 
 
-def _access(raw: EffectFile, threshold: int, interval: int) -> Any:
+class StructureFile(io.RawIOBase):
+    """What libhdf5 writes of a container, kept in memory until it has closed the file.
+
+    Only pages that were written are kept: structure, not the space of datasets. An error of the
+    disk can so never reach libhdf5 in the middle of its work, which old ones do not survive.
+    """
+
+    def __init__(self) -> None:
+        self._pages: dict[int, bytearray] = {}
+        self._at = 0
+        self.size = 0
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self.size}
+        self._at = base[whence] + offset
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        wanted = max(0, min(len(view), self.size - self._at))
+        for number, start, at, take in _by_page(self._at, wanted):
+            page = self._pages.get(number)
+            view[at : at + take] = page[start : start + take] if page else bytes(take)
+        self._at += wanted
+        return wanted
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        for number, start, at, take in _by_page(self._at, len(view)):
+            page = self._pages.setdefault(number, bytearray(PAGE))
+            page[start : start + take] = view[at : at + take]
+        self._at += len(view)
+        self.size = max(self.size, self._at)
+        return len(view)
+
+    def truncate(self, size: int | None = None) -> int:
+        self.size = self._at if size is None else size
+        return self.size
+
+    def written(self) -> Iterator[tuple[int, bytes]]:
+        """Runs of pages that were written, with their offset."""
+        numbers = sorted(self._pages)
+        start = 0
+        for place, number in enumerate(numbers):
+            last = place + 1 == len(numbers) or numbers[place + 1] != number + 1
+            if last or place + 1 - start >= _RUN_PAGES:
+                run = numbers[start : place + 1]
+                yield run[0] * PAGE, b"".join(self._pages[n] for n in run)
+                start = place + 1
+
+
+def _by_page(offset: int, nbytes: int) -> Iterator[tuple[int, int, int, int]]:
+    """Page number, start in the page, start in the run, and length of each piece of a run."""
+    done = 0
+    while done < nbytes:
+        number, start = divmod(offset + done, PAGE)
+        take = min(PAGE - start, nbytes - done)
+        yield number, start, done, take
+        done += take
+
+
+def _access(raw: StructureFile, threshold: int, interval: int) -> Any:
     from h5py import h5f, h5fd, h5p
 
     access = h5p.create(h5p.FILE_ACCESS)

@@ -2,15 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from slimckpt.errors import NotAStoreError, SlimckptError, StoreDamagedError
+from slimckpt.errors import (
+    NotAStoreError,
+    SlimckptError,
+    StoreDamagedError,
+    UnfaithfulSourceError,
+)
 from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, show_path
 from slimckpt.sources.digest import digest_of
+from slimckpt.sources.positioned import open_for_reading
 from slimckpt.store.index import FILLED, SKELETON, Contents, FileIndex, Piece
 from slimckpt.store.manifest import Container, FileEntry, Part, Place, Root
+
+
+@contextlib.contextmanager
+def damage() -> Iterator[None]:
+    """What would be an unfaithful source elsewhere is damage where a store is read."""
+    try:
+        yield
+    except UnfaithfulSourceError as error:
+        raise StoreDamagedError(f"{error}; the store is damaged") from None
 
 
 class Run(NamedTuple):
@@ -26,10 +42,15 @@ class Run(NamedTuple):
 
 
 class Store:
-    """A slim checkpoint, opened: the root manifest, and parts as they are asked for."""
+    """A slim checkpoint, opened: the root manifest, and parts as they are asked for.
 
-    def __init__(self, path: bytes) -> None:
+    With ``trust_times=False`` a file kept whole may have another mtime (a copy of the store that
+    did not keep times): for callers that check its bytes.
+    """
+
+    def __init__(self, path: bytes, *, trust_times: bool = True) -> None:
         self.path = os.path.abspath(path)
+        self._trust_times = trust_times
         self.problems: list[str] = []
         self.root = self._read_root()
         self._parts: dict[int, Part] = {}
@@ -59,20 +80,39 @@ class Store:
             yield self.part(number)
 
     def read_file(self, name: bytes) -> bytes:
+        fd = self.open_file(name)
         try:
-            with open(self.absolute(name), "rb") as file:  # noqa: PTH123 - paths are bytes
-                return file.read()
+            return b"".join(iter(lambda: os.read(fd, 2**20), b""))
         except OSError as error:
             raise StoreDamagedError(f"{self.label(name)}: {error.strerror}") from None
+        finally:
+            os.close(fd)
+
+    def open_file(self, name: bytes) -> int:
+        """The descriptor of a file of the store, which must be a regular one."""
+        with damage():
+            return open_for_reading(self.absolute(name), self.label(name))
+
+    def check_size(self, name: bytes, nbytes: int) -> None:
+        """A container must be a regular file of the length the manifest says."""
+        fd = self.open_file(name)
+        try:
+            size = os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        if size != nbytes:
+            raise StoreDamagedError(
+                f"{self.label(name)}: {size} bytes, expected {nbytes}; it looks"
+                f" {'truncated' if size < nbytes else 'changed'}"
+            )
 
     def read_range(self, name: bytes, offset: int, nbytes: int) -> bytes:
         """Bytes of a file of the store; fewer where it ends."""
-        try:
-            fd = os.open(self.absolute(name), os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise StoreDamagedError(f"{self.label(name)}: {error.strerror}") from None
+        fd = self.open_file(name)
         try:
             return os.pread(fd, nbytes, offset)
+        except OSError as error:
+            raise StoreDamagedError(f"{self.label(name)}: {error.strerror}") from None
         finally:
             os.close(fd)
 
@@ -172,15 +212,13 @@ class Store:
 
     def check_whole(self, entry: FileEntry, place: Place) -> None:
         """A file kept whole must be as it was when it was slimmed."""
-        try:
-            found = os.stat(self.absolute(place.name), follow_symlinks=False)
-        except OSError as error:
-            raise StoreDamagedError(f"{self.label(place.name)}: {error.strerror}") from None
-        if (found.st_size, found.st_mtime_ns) != (place.nbytes, place.mtime):
+        self.check_size(place.name, place.nbytes)
+        found = os.stat(self.absolute(place.name), follow_symlinks=False)
+        if self._trust_times and found.st_mtime_ns != place.mtime:
             raise StoreDamagedError(
-                f"{self.label(place.name)}: {found.st_size} bytes, modified at"
-                f" {found.st_mtime_ns} ns; expected {place.nbytes} bytes, {place.mtime} ns. It was"
-                f" changed after {entry.file.label} was slimmed"
+                f"{self.label(place.name)}: modified at {found.st_mtime_ns} ns, expected"
+                f" {place.mtime} ns: {entry.file.label} was changed after it was slimmed, or the"
+                " store was copied without times. `slimckpt restore` checks its bytes instead"
             )
 
     def _locate(self, part: Part, entry: FileEntry, piece: Piece) -> tuple[bytes | None, int, int]:

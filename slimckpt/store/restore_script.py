@@ -326,7 +326,7 @@ def safe_path(text: str) -> bytes:
 
 def meta_of(raw: Any) -> Meta:
     owner = (number(raw, name, high=2**32 - 2) for name in ("uid", "gid"))
-    return Meta(number(raw, "mode", high=0o7777), number(raw, "mtime", -(2**63)), *owner)
+    return Meta(number(raw, "mode", high=0o7777), number(raw, "mtime", -(2**70), 2**70), *owner)
 
 
 def manifest(data: bytes, label: str, kind: str) -> Any:
@@ -529,7 +529,7 @@ def file_of(raw: Any, containers: list[Container], names: tuple[bytes, ...]) -> 
         for part in place["parts"]:
             pieces.append(piece_of(containers, *(number(part, i) for i in range(3))))
     elif kind == "whole":
-        mtime = number(place, "mtime", -(2**63))
+        mtime = number(place, "mtime", -(2**70), 2**70)
         pieces = [Piece(Container(safe_path(place["name"]), nbytes), 0, nbytes)]
     else:
         unknown = repr(kind)
@@ -1154,7 +1154,8 @@ def publish(work: bytes, out: bytes) -> None:
         os.close(fd)
 
 
-def restore(options: argparse.Namespace) -> None:
+def restore(options: argparse.Namespace) -> list[str]:
+    """Restore; what there is to say of it."""
     store = Store(os.path.realpath(os.fsencode(options.store)))
     if not os.path.isdir(store.path):
         raise Stop(f"{show(store.path)} is not a directory")
@@ -1168,13 +1169,16 @@ def restore(options: argparse.Namespace) -> None:
             publish(work, out)
     finally:
         store.close()
-    print(f"restored {len(tree.files)} files, {size(restorer.nbytes)}, to {show(out)}")
+    said = [f"restored {len(tree.files)} files, {size(restorer.nbytes)}, to {show(out)}"]
     if not options.check:
-        print("Their contents were NOT checked, only manifests, indexes and sizes; --check does.")
+        said += [
+            "Their contents were NOT checked, only manifests, indexes and sizes; --check does."
+        ]
     elif tree.files:
-        print("Their contents were checked: all have the digests that were recorded.")
+        said += ["Their contents were checked: all have the digests that were recorded."]
     else:
-        print("There were no contents to check.")
+        said += ["There were no contents to check."]
+    return said
 
 
 def parser() -> argparse.ArgumentParser:
@@ -1219,7 +1223,7 @@ def main() -> int:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, _stop)
     try:
-        restore(options)
+        said = restore(options)
     except Damage as error:
         say(f"{error}. Nothing was restored; --file, --step or --rank may select what is sound")
         return Damage.code
@@ -1234,6 +1238,10 @@ def main() -> int:
     except KeyboardInterrupt:
         say("stopped. Nothing was restored")
         return Stop.code
+    try:
+        print("\n".join(said), flush=True)
+    except OSError as error:
+        say(f"{error.strerror}, while saying so: {said[0]}")
     return 0
 
 

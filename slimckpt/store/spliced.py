@@ -58,7 +58,7 @@ class SplicedSource:
 
     def _pread(self, name: bytes, offset: int, nbytes: int) -> bytes:
         if name not in self._fds:
-            self._fds[name] = os.open(self._store.absolute(name), os.O_RDONLY | os.O_CLOEXEC)
+            self._fds[name] = self._store.open_file(name)
         data = bytearray()
         while len(data) < nbytes:
             more = os.pread(self._fds[name], nbytes - len(data), offset + len(data))
