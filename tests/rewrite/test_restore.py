@@ -106,7 +106,7 @@ def test_a_link_is_restored_by_its_name(place: Path, tmp_path: Path) -> None:
     ("options", "says"),
     [
         ({"steps": [99]}, r"no step 99; there are .*10.*20"),
-        ({"ranks": [7]}, r"no rank 7; there are 0, 1"),
+        ({"ranks": [7]}, r"no rank 7 in what is selected; there are 0-1"),
         ({"files": ["*.pt"]}, r"no file matches '\*\.pt'; paths are like args\.json"),
         ({"files": ["*.ckpt", "*.pt"]}, r"no file matches '\*\.pt'"),
         ({"run": "other"}, r"no run 'other'"),
