@@ -47,6 +47,9 @@ def test_a_sample_comes_back_identical_in_every_respect(folder: str, tmp_path: P
     restore(tmp_path / "store", tmp_path / "back")
     assert snapshot(tmp_path / "back") == before
     assert snapshot(source) == before
+    way_out = [sys.executable, "-I", "-S", tmp_path / "store" / "restore.py"]
+    subprocess.run([*way_out, tmp_path / "without"], check=True, capture_output=True)
+    assert snapshot(tmp_path / "without") == before
 
 
 @pytest.mark.parametrize("folder", FOLDERS)
