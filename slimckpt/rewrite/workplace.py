@@ -94,6 +94,7 @@ def _make(work: bytes) -> int:
         finally:
             os.close(lock)
         effects.make_directory(work, 0o700)
+    effects.change_mode(work, 0o700)  # whatever the umask
     return _lock(work)
 
 
