@@ -88,7 +88,7 @@ def walk(root: bytes) -> Tree:
         if stat.S_ISDIR(found.st_mode):
             tree.directories.append((path, kept))
         elif stat.S_ISLNK(found.st_mode):
-            tree.symlinks.append(TreeLink(path, os.readlink(here), kept))
+            tree.symlinks.append(TreeLink(path, _target(here, path), kept))
             continue
         elif stat.S_ISREG(found.st_mode):
             inode = (found.st_dev, found.st_ino)
@@ -159,6 +159,15 @@ def is_store(directory: bytes) -> bool:
         finally:
             os.close(fd)
     return False
+
+
+def _target(here: bytes, path: bytes) -> bytes:
+    try:
+        return os.readlink(here)
+    except OSError as error:
+        raise UnfaithfulSourceError(
+            f"{show_path(path)}: {error.strerror}; it changed while it was read"
+        ) from None
 
 
 def _signature(found: os.stat_result) -> Signature:

@@ -9,10 +9,11 @@ import os
 from collections.abc import Iterator
 
 from slimckpt import effects
-from slimckpt.errors import DestinationError, StoppedError, UsageError
+from slimckpt.errors import DestinationError, SlimckptError, StoppedError, UsageError
 from slimckpt.model import show_path
 
 SUFFIX = b".slimckpt-part"
+NAME_MAX = 255
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -32,6 +33,12 @@ def check_destination(destination: bytes, source: bytes) -> bytes:
         raise UsageError(f"{show_path(parent)} does not exist; make it first")
     destination = os.path.join(parent, os.path.basename(destination))
     source = os.path.realpath(source)
+    longest = NAME_MAX - len(SUFFIX)
+    if len(os.path.basename(destination)) > longest:
+        raise UsageError(
+            f"{show_path(destination)}: the last name has {len(os.path.basename(destination))}"
+            f" bytes; at most {longest} leave room for the work directory beside it"
+        )
     if os.path.lexists(destination):
         raise DestinationError(
             f"{show_path(destination)} exists; name a directory that does not exist yet"
@@ -76,7 +83,13 @@ def publish(work: bytes, destination: bytes, *, synced: bool = False) -> None:
         for directory in effects.directories_in(work):
             effects.sync_directory(directory)
     effects.rename_new(work, destination)
-    effects.sync_directory(os.path.dirname(destination))
+    try:
+        effects.sync_directory(os.path.dirname(destination))
+    except OSError as error:
+        raise SlimckptError(
+            f"{show_path(destination)} is complete, but its name could not be made durable:"
+            f" {error.strerror}; check it with `slimckpt verify`"
+        ) from error
 
 
 def _make(work: bytes) -> int:
