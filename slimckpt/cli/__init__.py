@@ -16,6 +16,13 @@ from slimckpt.cli.slim import slim_command
 from slimckpt.cli.verify import verify_command
 from slimckpt.errors import SlimckptError, StoppedError
 
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class _Signal(BaseException):
+    """A signal came. Not a KeyboardInterrupt: one that passes through the ``exec`` of an import
+    makes Python end by the signal, whoever caught it."""
+
 
 class _Group(click.Group):
     """Ends every error of ours in one message and its exit code."""
@@ -26,7 +33,7 @@ class _Group(click.Group):
         except SlimckptError as error:
             click.echo(f"slimckpt: {error}", err=True)
             context.exit(error.exit_code)
-        except KeyboardInterrupt:
+        except (_Signal, KeyboardInterrupt):
             click.echo("slimckpt: stopped; nothing was kept. Run it again", err=True)
             context.exit(StoppedError.exit_code)
         except BrokenPipeError:
@@ -53,12 +60,15 @@ def main() -> None:
     Exit codes: 0 done, sound, same · 1 the check found something · 2 usage or error
     3 nothing to gain · 4 stopped, run it again · 5 the source cannot be copied faithfully
     """
-    signal.signal(signal.SIGTERM, _stop)
-    signal.signal(signal.SIGHUP, _stop)
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    for other in _SIGNALS:
+        signal.signal(other, signal.SIG_IGN)  # what was begun is cleaned up in peace
+    raise _Signal
 
 
 for command in (analyze_command, slim_command, restore_command, verify_command, ls_command):

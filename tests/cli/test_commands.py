@@ -215,6 +215,29 @@ def test_a_signal_ends_in_code_4_and_leaves_nothing(number: signal.Signals, tmp_
     assert sorted(os.listdir(tmp_path)) == ["run"]
 
 
+def test_a_signal_in_the_middle_of_an_import_ends_in_code_4_too(
+    source: Path, tmp_path: Path
+) -> None:
+    # Python ends by the signal when a KeyboardInterrupt has passed through exec() of a string.
+    script = """
+import sys
+from slimckpt.store import writer
+def lay_out(*_):
+    exec("import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(9)")
+writer.lay_out = lay_out
+from slimckpt.cli import main
+main(["slim", *sys.argv[1:]])
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", script, source, tmp_path / "s"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert_one_clear_message(ran, 4)
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
 def test_a_bar_is_shown_on_a_terminal_only(source: Path, tmp_path: Path) -> None:
     assert run("slim", source, tmp_path / "a").stderr == ""
     for name, extra, shown in (("b", [], True), ("c", ["--quiet"], False)):
