@@ -152,7 +152,7 @@ def prepare(
         total = int(bodies.sizes.sum())
         if not sharing.rewritten.any() or plan.predicted_nbytes >= total:
             raise NothingToGainError(_why_nothing(bodies, sharing, min_saving, plan))
-    late = [n for n in understood if n in plan.whole and n not in set(wanted)]
+    late = sorted(set(understood) & plan.whole.keys() - set(wanted))
     progress.start("hashing files kept whole", int(bodies.sizes[late + list(plan.whole)].sum()))
     hash_files(bodies, late, executor, digests, progress.advance)
     wholes = hash_whole(bodies, plan.whole, executor, progress.advance)
