@@ -96,11 +96,6 @@ def allocate(fd: int, nbytes: int, path: bytes) -> None:
         os.ftruncate(fd, nbytes)
 
 
-def truncate(fd: int, nbytes: int, path: bytes) -> None:
-    _about_to("truncate", path)
-    os.ftruncate(fd, nbytes)
-
-
 def copy_range(
     source: int, source_offset: int, fd: int, offset: int, nbytes: int, path: bytes, label: str
 ) -> None:

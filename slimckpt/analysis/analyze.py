@@ -11,6 +11,7 @@ from slimckpt.analysis.tree import is_store, walk
 from slimckpt.errors import UsageError
 from slimckpt.model import show_path
 from slimckpt.progress import SILENT, Progress
+from slimckpt.sources.digest import default_jobs
 
 
 def analyze(
@@ -48,7 +49,7 @@ def analyze(
         raise UsageError(
             f"{show_path(root)} is a slim checkpoint; `slimckpt ls` shows what is in it"
         )
-    with ThreadPoolExecutor(jobs or len(os.sched_getaffinity(0))) as executor:
+    with ThreadPoolExecutor(jobs or default_jobs()) as executor:
         try:
             report = analyze_tree(
                 tree,

@@ -18,8 +18,6 @@ from slimckpt.model import FLOOR, Catalog, Ints, Span, gaps
 from slimckpt.sources.digest import (
     Digests,
     Unit,
-    hash_unit,
-    run_units,
     sample_unit,
     units_of,
 )
@@ -103,10 +101,8 @@ class Bodies:
 def sample(bodies: Bodies, executor: Executor) -> Digests:
     """Digests of samples: two bodies of different samples differ; of equal ones, maybe not."""
     digests = Digests(np.minimum(bodies.nbytes, 1))  # a sample is one block, whatever its body
-    for _, hashed in run_units(
-        executor, sample_unit, bodies.units(range(bodies.n_files), whole_pieces=True)
-    ):
-        digests.add(hashed)
+    units = bodies.units(range(bodies.n_files), whole_pieces=True)
+    digests.fill(executor, units, work=sample_unit)
     return digests
 
 
@@ -118,10 +114,7 @@ def hash_files(
     progress: Callable[[int], None] | None = None,
 ) -> None:
     """Digest every body of the given files, over all bytes."""
-    for unit, hashed in run_units(executor, hash_unit, bodies.units(files)):
-        digests.add(hashed)
-        if progress:
-            progress(unit.nbytes)
+    digests.fill(executor, bodies.units(files), progress)
 
 
 def hash_whole(
@@ -138,10 +131,7 @@ def hash_whole(
             [(file, (Span(0, int(bodies.sizes[file])),))],
         )
     )
-    for unit, hashed in run_units(executor, hash_unit, units):
-        digests.add(hashed)
-        if progress:
-            progress(unit.nbytes)
+    digests.fill(executor, units, progress)
     return digests
 
 
@@ -157,7 +147,6 @@ class Sharing:
     class_of: Ints
     users: Ints
     rewritten: Mask
-    shared_nbytes: Ints
 
     def shared(self, bodies: Bodies) -> Mask:
         """For each body, whether it is stored once for several users."""
@@ -206,7 +195,7 @@ def decide(bodies: Bodies, digests: Digests, min_saving: float) -> Sharing:
         enough = np.where(understood, gained * 100 >= min_saving * bodies.sizes, gained > 0)
         leaving = rewritten & ~enough
         if not leaving.any():
-            return Sharing(class_of, users, rewritten, gained)
+            return Sharing(class_of, users, rewritten)
         rewritten &= enough
 
 

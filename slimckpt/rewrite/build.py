@@ -16,7 +16,7 @@ from slimckpt.model import Span, show_path
 from slimckpt.progress import Progress
 from slimckpt.rewrite.access import Access, Guard, protect
 from slimckpt.rewrite.plan import MAX_LINKS, PlannedPart
-from slimckpt.sources.digest import UNIT, Digests, digest_of, hash_unit, run_units, units_of
+from slimckpt.sources.digest import UNIT, Digests, digest_of, run_units, units_of
 from slimckpt.sources.positioned import open_for_reading
 from slimckpt.store.container import Link
 from slimckpt.store.index import IN_SKELETON, STORED, FileIndex, Places
@@ -58,6 +58,7 @@ class _Builder:
         self.drafts: list[Draft] = []
         self.linked = {number for part in self.plan.parts for number, _, _ in part.links}
         self.index_data: dict[int, bytes] = {}
+        self.index_at = {n: at for c in self.plan.containers for at, n in enumerate(c.indexes)}
         self._tensors = self.bodies.catalog.table.tensors_of_payloads()
 
     def run(self) -> None:
@@ -268,8 +269,7 @@ class _Builder:
         data = FileIndex(table, places).pack()
         self.index_data[number] = data
         home = self.plan.index_container[number]
-        at = self.plan.containers[home].indexes.index(number)
-        offset = self.drafts[home].index_offsets[at]
+        offset = self.drafts[home].index_offsets[self.index_at[number]]
         return IndexPlace(number_of(home), offset, len(data), digest_of(data).hex())
 
     def _check(self, containers: Sequence[Container]) -> None:
@@ -290,9 +290,7 @@ class _Builder:
                 )
             ]
             units = units_of(draft.path, show_path(draft.name), spans)
-            for unit, hashed in run_units(self.executor, hash_unit, units):
-                stored.add(hashed)
-                self.progress.advance(unit.nbytes)
+            stored.fill(self.executor, units, self.progress.advance)
             wanted = b"".join(body.digest for body in draft.bodies)
             if stored.digests.tobytes() != wanted or not stored.known.all():
                 raise _differs(draft.name)
@@ -309,9 +307,7 @@ class _Builder:
                 [(number, (Span(0, int(self.bodies.sizes[number])),))],
             )
         )
-        for unit, hashed in run_units(self.executor, hash_unit, whole_units):
-            kept.add(hashed)
-            self.progress.advance(unit.nbytes)
+        kept.fill(self.executor, whole_units, self.progress.advance)
         for number, _ in wholes:
             if kept.digests[number].tobytes() != self.wholes.digests[number].tobytes():
                 raise _differs(self.files[number].path)

@@ -13,9 +13,8 @@ from slimckpt.errors import StoreDamagedError
 from slimckpt.model import Span, Stat, StepLabel, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.select import Chosen, Selection, choose
-from slimckpt.rewrite.slim import default_jobs
 from slimckpt.rewrite.workplace import check_destination, publish, workplace
-from slimckpt.sources.digest import UNIT, Digests, hash_unit, run_units, units_of
+from slimckpt.sources.digest import UNIT, Digests, default_jobs, run_units, units_of
 from slimckpt.store.index import IN_SKELETON, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import Store, damage
@@ -163,11 +162,8 @@ class _Restorer:
         wanted = expected(entry, index)
         digests = Digests([sum(s.nbytes for s in spans) for spans, _ in wanted])
         rows = [(row, spans) for row, (spans, _) in enumerate(wanted)]
-        for unit, hashed in run_units(
-            self.executor, hash_unit, units_of(self._path(name), entry.file.label, rows)
-        ):
-            digests.add(hashed)
-            self.progress.advance(unit.nbytes)
+        units = units_of(self._path(name), entry.file.label, rows)
+        digests.fill(self.executor, units, self.progress.advance)
         for row, (_, digest) in enumerate(wanted):
             if digests.digests[row].tobytes() != digest:
                 raise StoreDamagedError(

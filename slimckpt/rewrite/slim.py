@@ -23,7 +23,7 @@ from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.build import build
 from slimckpt.rewrite.plan import Plan, make_plan
 from slimckpt.rewrite.workplace import check_destination, publish, workplace
-from slimckpt.sources.digest import Digests
+from slimckpt.sources.digest import Digests, default_jobs
 
 
 @dataclass(slots=True)
@@ -53,11 +53,6 @@ class Prepared:
     wholes: Digests
     sharing: Sharing
     plan: Plan
-
-
-def default_jobs() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 def slim(

@@ -16,8 +16,7 @@ from slimckpt.errors import SlimckptError, StoreDamagedError, UsageError
 from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, Stat, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.restore import expected, what_is
-from slimckpt.rewrite.slim import default_jobs
-from slimckpt.sources.digest import BLOCK, Digests, digest_of, hash_unit, run_units, units_of
+from slimckpt.sources.digest import BLOCK, Digests, default_jobs, digest_of, run_units, units_of
 from slimckpt.sources.positioned import FileSource
 from slimckpt.store.index import IN_SKELETON, STORED, Contents, FileIndex
 from slimckpt.store.manifest import Container, FileEntry, Part
@@ -126,6 +125,10 @@ class _Verifier:
                 " Restoring gives the right ones; reading their tensors in place is refused"
             )
 
+    def _read(self, nbytes: int) -> None:
+        self.result.nbytes_read += nbytes
+        self.progress.advance(nbytes)
+
     def _problem(self, text: str) -> None:
         self.result.problems.append(text)
 
@@ -195,10 +198,7 @@ class _Verifier:
             return
         digests = Digests(contents.nbytes)
         rows = [(row, (span,)) for row, span in enumerate(spans)]
-        for unit, hashed in run_units(self.executor, hash_unit, units_of(path, label, rows)):
-            digests.add(hashed)
-            self.result.nbytes_read += unit.nbytes
-            self.progress.advance(unit.nbytes)
+        digests.fill(self.executor, units_of(path, label, rows), self._read)
         for row in np.flatnonzero((digests.digests != contents.digest).any(axis=1)).tolist():
             self._problem(
                 f"{label}: {spans[row].nbytes} bytes at {spans[row].offset} are damaged (expected"
@@ -216,9 +216,7 @@ class _Verifier:
             name = self.store.absolute(entry.skeleton.name)
             digests = Digests([entry.file.size])
             units = units_of(name, entry.file.label, [(0, (Span(0, entry.file.size),))])
-            for unit, hashed in run_units(self.executor, hash_unit, units):
-                digests.add(hashed)
-                self.result.nbytes_read += unit.nbytes
+            digests.fill(self.executor, units, self._read)
             if os.lstat(name).st_mtime_ns != entry.skeleton.mtime:
                 self.other_times += 1
             if digests.digests[0].tobytes().hex() != entry.skeleton.digest:

@@ -152,6 +152,11 @@ def units_of(
         yield Unit(path, label, tuple(pieces), filled)
 
 
+def default_jobs() -> int:
+    """Cores this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 _U = TypeVar("_U")
 _R = TypeVar("_R")
 
@@ -214,6 +219,19 @@ class Digests:
                 self.blocks[row] = blocks
             self.digests[row] = np.frombuffer(digest_of_blocks(total, blocks), np.uint8)
             self.known[row] = True
+
+    def fill(
+        self,
+        executor: Executor,
+        units: Iterable[Unit],
+        progress: Callable[[int], None] | None = None,
+        work: Callable[[Unit], list[Hashed]] = hash_unit,
+    ) -> None:
+        """Run ``work`` on every unit and add what it finds; ``progress`` is told bytes done."""
+        for unit, hashed in run_units(executor, work, units):
+            self.add(hashed)
+            if progress:
+                progress(unit.nbytes)
 
     def blocks_of(self, row: int) -> bytes:
         """Block digests of a body of more than one block; nothing for a shorter one."""

@@ -70,9 +70,7 @@ class Draft:
             for b in self.bodies
         ]
         datasets += [Dataset("index", str(i), n) for i, n in enumerate(self.index_nbytes)]
-        datasets.append(
-            Dataset("index", "contents", len(self._contents([b""] * len(self.index_nbytes))))
-        )
+        datasets.append(Dataset("index", "contents", self._contents_nbytes))
         fd = effects.create_file(self.path)
         try:
             self.layout = lay_out(fd, self.path, datasets, links)
