@@ -84,6 +84,15 @@ class UnknownTensorError(SlimckptError, KeyError):
     """No tensor of that name."""
 
 
+class DroppedTensorError(SlimckptError, KeyError):
+    """The tensor was left out by ``--drop``: it, or a file with it, cannot be given back.
+
+    Exit code 1.
+    """
+
+    exit_code = 1
+
+
 class UnknownRankError(SlimckptError, KeyError):
     """No such rank, or the selection does not name exactly one."""
 

@@ -141,17 +141,22 @@ class Sharing:
 
     ``class_of`` numbers each body's bytes: equal numbers, equal bytes. ``users`` counts the
     candidate bodies of each class in files that are ``rewritten``. A class with two or more users
-    is *shared*.
+    is *shared*. ``dropped`` are the bodies that are left out, for good.
     """
 
     class_of: Ints
     users: Ints
     rewritten: Mask
+    dropped: Mask
 
     def shared(self, bodies: Bodies) -> Mask:
         """For each body, whether it is stored once for several users."""
         here = bodies.candidate & self.rewritten[bodies.file]
         return here & (self.users[self.class_of] >= 2)
+
+    def stored(self, bodies: Bodies) -> Mask:
+        """For each body, whether it is a candidate whose bytes will be in the store."""
+        return bodies.candidate & self.rewritten[bodies.file] & ~self.dropped
 
 
 def classes(bodies: Bodies, digests: Digests) -> Ints:
@@ -168,7 +173,9 @@ def classes(bodies: Bodies, digests: Digests) -> Ints:
     return class_of
 
 
-def decide(bodies: Bodies, digests: Digests, min_saving: float) -> Sharing:
+def decide(
+    bodies: Bodies, digests: Digests, min_saving: float, droppable: Mask | None = None
+) -> Sharing:
     """Find what is the same, and leave out the files that gain too little.
 
     Parameters
@@ -177,6 +184,9 @@ def decide(bodies: Bodies, digests: Digests, min_saving: float) -> Sharing:
         Percent of a file's bytes that must be shared for it to be rewritten. All files below it
         leave together, and the count is repeated until none leaves, so that the answer does not
         depend on order. At 0 every file that is understood stays.
+    droppable : bool array
+        Bodies that may be left out. One whose bytes are stored for another body all the same is
+        not. What is left out counts as shared.
 
     Notes
     -----
@@ -184,24 +194,28 @@ def decide(bodies: Bodies, digests: Digests, min_saving: float) -> Sharing:
     """
     class_of = classes(bodies, digests)
     n_classes = int(class_of.max(initial=-1)) + 1
+    if droppable is None:
+        droppable = np.zeros(len(bodies), np.bool_)
     understood = np.array([file.understood for file in bodies.catalog.files], np.bool_)
     rewritten = np.array([file.condition != "store" for file in bodies.catalog.files], np.bool_)
     while True:
         here = bodies.candidate & rewritten[bodies.file]
-        users = np.bincount(class_of[here], minlength=n_classes)
-        shared = here & (users[class_of] >= 2)
+        needed = np.bincount(class_of[here & ~droppable], minlength=n_classes) > 0
+        dropped = here & droppable & ~needed[class_of]
+        users = np.bincount(class_of[here & ~dropped], minlength=n_classes)
+        shared = dropped | (here & (users[class_of] >= 2))
         gained = np.zeros(bodies.n_files, np.int64)
         np.add.at(gained, bodies.file[shared], bodies.nbytes[shared])
         enough = np.where(understood, gained * 100 >= min_saving * bodies.sizes, gained > 0)
         leaving = rewritten & ~enough
         if not leaving.any():
-            return Sharing(class_of, users, rewritten)
+            return Sharing(class_of, users, rewritten, dropped)
         rewritten &= enough
 
 
 def first_users(bodies: Bodies, sharing: Sharing) -> Mask:
     """For each body, whether it is the first of its class among users: the one that is stored."""
-    here = np.flatnonzero(bodies.candidate & sharing.rewritten[bodies.file])
+    here = np.flatnonzero(sharing.stored(bodies))
     first = np.zeros(len(bodies), np.bool_)
     _, at = np.unique(sharing.class_of[here], return_index=True)
     first[here[at]] = True
