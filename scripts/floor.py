@@ -1,9 +1,10 @@
-"""The least that any lossless dedup of a checkpoint must do: the floor of the benchmark.
+"""The least that must be done: the floor of the benchmark.
 
-``floor.py PAYLOADS OUT`` reads where the payloads lie (JSON: a list of ``[path, offset, nbytes]``;
-finding that out is not counted), hashes every byte with BLAKE3, copies one of each into the file
-OUT, forces it to disk and reads it back to compare. It keeps no names, no headers and nothing that
-would restore a file.
+``floor.py hash PIECES`` hashes every byte with BLAKE3. ``floor.py slim PIECES OUT`` then copies one
+of each into OUT, forces it to disk, reads it back and compares: the least of any lossless dedup.
+``floor.py copy PIECES OUT`` copies all, file by file, forces them to disk and hashes them: the
+least of restoring. PIECES says where the bytes lie (JSON: a list of ``[path, offset, nbytes]``;
+finding that out is not counted). No names, no headers, nothing that would restore a file.
 """
 
 import json
@@ -12,6 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 
 from blake3 import blake3
 
@@ -40,35 +42,43 @@ def copy(source: int, offset: int, out: int, at: int, nbytes: int) -> None:
         offset, at, nbytes = offset + done, at + done, nbytes - done
 
 
-def main(payloads: str, target: str) -> None:
-    marks = [time.perf_counter()]
-    with open(payloads) as file:  # noqa: PTH123 # pathlib is 5 ms of import
-        wanted = json.load(file)
-    fds = {path: os.open(path, os.O_RDONLY) for path in {path for path, _, _ in wanted}}
-    wanted = sorted(((nbytes, fds[path], offset) for path, offset, nbytes in wanted), reverse=True)
+def main(mode: str, listing: str, target: str = "") -> None:
+    clock, digests = {"start": time.perf_counter()}, []
+    with open(listing) as file:  # noqa: PTH123 # pathlib is 5 ms of import
+        pieces = sorted(json.load(file), key=lambda piece: -piece[2])
+    fds = {path: os.open(path, os.O_RDONLY) for path in sorted({piece[0] for piece in pieces})}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-        digests = pool.map(lambda each: digest(each[1], each[2], each[0]), wanted)
-        unique = {(found, each[0]): each for each, found in zip(wanted, digests, strict=True)}
-        marks.append(time.perf_counter())
-
-        out = os.open(target, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-        places, end = [], 0
-        for nbytes, fd, offset in unique.values():
-            places.append((fd, offset, out, end, nbytes))
-            end += nbytes
-        list(pool.map(lambda place: copy(*place), places))
-        marks.append(time.perf_counter())
-
-        os.fsync(out)
-        os.posix_fadvise(out, 0, 0, os.POSIX_FADV_DONTNEED)
-        marks.append(time.perf_counter())
-
-        again = pool.map(lambda place: digest(*place[2:]), places)
-        if [found for found, _ in unique] != list(again):
-            raise SystemExit("the copy differs from its source")
-        marks.append(time.perf_counter())
-    steps = zip(("hash", "copy", "sync", "check"), marks, marks[1:], strict=False)
-    print(json.dumps({"unique": end} | {step: stop - start for step, start, stop in steps}))
+        if mode != "copy":
+            digests = list(pool.map(lambda piece: digest(fds[piece[0]], *piece[1:]), pieces))
+            clock["hash"] = time.perf_counter()
+        if mode == "slim":
+            unique = {(found, p[2]): p for found, p in zip(digests, pieces, strict=True)}
+            digests, pieces = [found for found, _ in unique], list(unique.values())
+        if mode != "hash":
+            flags, ends = os.O_RDWR | os.O_CREAT | os.O_EXCL, [0, *accumulate(p[2] for p in pieces)]
+            if mode == "copy":
+                os.mkdir(target)
+                outs = {path: os.open(f"{target}/{n}", flags) for n, path in enumerate(fds)}
+            else:
+                outs = dict.fromkeys(fds, os.open(target, flags))
+            places = [
+                (fds[path], offset, outs[path], offset if mode == "copy" else end, nbytes)
+                for (path, offset, nbytes), end in zip(pieces, ends, strict=False)
+            ]
+            list(pool.map(lambda place: copy(*place), places))
+            clock["copy"] = time.perf_counter()
+            for out in set(outs.values()):
+                os.fsync(out)
+                if mode == "slim":  # what is published on its word must be read from the disk
+                    os.posix_fadvise(out, 0, 0, os.POSIX_FADV_DONTNEED)
+            clock["sync"] = time.perf_counter()
+            again = list(pool.map(lambda place: digest(*place[2:]), places))
+            clock["check"] = time.perf_counter()
+            if mode == "slim" and digests != again:
+                raise SystemExit("the copy differs from its source")
+    steps = zip(list(clock)[1:], clock.values(), list(clock.values())[1:], strict=False)
+    nbytes = sum(piece[2] for piece in pieces)
+    print(json.dumps({"nbytes": nbytes} | {step: stop - start for step, start, stop in steps}))
 
 
 if __name__ == "__main__":
