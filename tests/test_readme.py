@@ -49,7 +49,9 @@ def test_the_two_commands_at_the_top_exist_and_can_be_run() -> None:
 def test_every_command_has_help_and_is_named_in_the_readme() -> None:
     from slimckpt.cli import main
 
-    for name, command in main.commands.items():
+    context = click.Context(main)
+    for name in main.list_commands(context):
+        command = main.get_command(context, name)
         assert command.help, name
         assert f"slimckpt {name}" in README
         for option in command.params:

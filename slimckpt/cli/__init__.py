@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
+from importlib import import_module
 from types import FrameType
 from typing import Any
 
 import click
 
-from slimckpt.cli.analyze import analyze_command
-from slimckpt.cli.ls import ls_command
-from slimckpt.cli.restore import restore_command
-from slimckpt.cli.slim import slim_command
-from slimckpt.cli.verify import verify_command
 from slimckpt.errors import SlimckptError, StoppedError
+from slimckpt.signals import STOPPED, STOPPING, on_stop
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+COMMANDS = {
+    "analyze": "Show what is replicated in SRC, and what slimming it would save.",
+    "ls": "List what PATH holds: files, or with --step and --rank the tensors in them.",
+    "restore": "Write the original files of STORE, all or a selection, to DST.",
+    "slim": "Write DST, a slim checkpoint: the files of SRC with what they share stored once.",
+    "verify": "Check that STORE is sound, and with --against that SRC can be deleted.",
+}
+"""The first sentence of the help of each: a command is imported only when it is called."""
 
 
 class _Signal(BaseException):
@@ -25,22 +30,61 @@ class _Signal(BaseException):
 
 
 class _Group(click.Group):
-    """Ends every error of ours in one message and its exit code."""
+    """Imports the command that is called, and ends every error in one message and its code."""
+
+    def list_commands(self, context: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        found: click.Command = getattr(import_module(f"slimckpt.cli.{name}"), f"{name}_command")
+        return found
+
+    def format_commands(self, context: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+    def main(self, *arguments: Any, **options: Any) -> Any:
+        try:
+            return super().main(*arguments, **options)
+        except OSError as error:
+            if not _is_of_output(error):
+                raise
+            with contextlib.suppress(OSError):
+                click.echo(
+                    f"slimckpt: the output could not be written ({error.strerror}); the work itself"
+                    " is done",
+                    err=True,
+                )
+            sys.exit(1)  # as click does for a closed pipe
 
     def invoke(self, context: click.Context) -> Any:
+        on_stop(_stop)
         try:
             return super().invoke(context)
         except SlimckptError as error:
             click.echo(f"slimckpt: {error}", err=True)
             context.exit(error.exit_code)
         except (_Signal, KeyboardInterrupt):
-            click.echo("slimckpt: stopped; nothing was kept. Run it again", err=True)
+            click.echo(STOPPED, err=True)
             context.exit(StoppedError.exit_code)
-        except BrokenPipeError:
-            raise
         except OSError as error:
+            if _is_of_output(error):
+                raise
             click.echo(f"slimckpt: {_os_error(error)}", err=True)
             context.exit(SlimckptError.exit_code)
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Whether an error is of writing the result, a closed pipe or a full disk, not of the work.
+
+    All that the commands print goes through click, and click touches no other file.
+    """
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("click.")
 
 
 def _os_error(error: OSError) -> str:
@@ -60,19 +104,12 @@ def main() -> None:
     Exit codes: 0 done, sound, same · 1 the check found something · 2 usage or error
     3 nothing to gain · 4 stopped, run it again · 5 the source cannot be copied faithfully
     """
-    for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
-            signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    for other in _SIGNALS:
+    for other in STOPPING:
         signal.signal(other, signal.SIG_IGN)  # what was begun is cleaned up in peace
     raise _Signal
-
-
-for command in (analyze_command, slim_command, restore_command, verify_command, ls_command):
-    main.add_command(command)
 
 
 if __name__ == "__main__":
