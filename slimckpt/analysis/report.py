@@ -171,8 +171,7 @@ def body_categories(bodies: Bodies, overrides: Sequence[tuple[str, str]] = ()) -
     found = np.full(len(bodies), other, np.int64)
     starts, rows = table.tensors_of_payloads()
     used = np.flatnonzero(starts[1:] > starts[:-1])
-    dtypes = [table.dtypes[code] for code in table.columns["dtype"].tolist()]
-    codes = categorize(table.names(), dtypes, overrides)
+    codes = categorize(table, overrides)
     found[used] = codes[rows[starts[used]]]
     return found
 
