@@ -372,7 +372,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("out", type=Path, metavar="OUT", help="a new or empty directory")
     add("--format", choices=("mindspore", "safetensors"), default="mindspore")
-    add("--size", type=_size, help="tensor bytes of all ranks and steps together: 2.7G, 50M, 1Gi")
+    add("--size", type=size, help="tensor bytes of all ranks and steps together: 2.7G, 50M, 1Gi")
     add("--dp", type=int, default=4, help="data-parallel ranks (4)")
     add("--mp", type=int, default=2, help="model-parallel ranks (2)")
     add("--steps", type=int, default=1, help="steps 100, 200, ... (1)")
@@ -383,8 +383,8 @@ def _parser() -> argparse.ArgumentParser:
         default=196,
         help="in each rank's file(s), to the nearest whole layer; exact with --tensor-bytes (196)",
     )
-    add("--tensor-bytes", type=_size, help="make --tensors equal ones of this size, and no model")
-    add("--largest", type=_size, help="size of the embedding, in bytes to the nearest row below")
+    add("--tensor-bytes", type=size, help="make --tensors equal ones of this size, and no model")
+    add("--largest", type=size, help="size of the embedding, in bytes to the nearest row below")
     add(
         "--shared",
         type=_share,
@@ -399,12 +399,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--optimizer", action=argparse.BooleanOptionalAction, default=True, help="Adam moments")
     add("--unique", action="store_true", help="share nothing between ranks")
-    add("--slice-size", type=_size, default=SLICE, help="where MindSpore records are cut (512Mi)")
+    add("--slice-size", type=size, default=SLICE, help="where MindSpore records are cut (512Mi)")
     add("--seed", type=int, default=0)
     return parser
 
 
-def _size(text: str) -> int:
+def size(text: str) -> int:
+    """Bytes: ``2.7G``, ``50M`` or ``4Ki``."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(i?)B?", text)
     if match is None or (match[3] and not match[2]):
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 2.7G, 50M or 4Ki")

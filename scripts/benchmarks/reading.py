@@ -1,0 +1,113 @@
+"""How long it takes to open a rank, to make its arrays, and to touch every page of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import slimckpt
+from benchmarks.processes import read_all
+from benchmarks.turns import Contender, Figures, Result, stop
+from benchmarks.workshop import PYTHON, SCRIPTS, Workshop, call
+
+READER = SCRIPTS / "benchmarks" / "reader.py"
+SAFETENSORS = SCRIPTS.parent / ".venvs" / "benchmark" / "bin" / "python"
+"""safetensors is a peer, no dependency: it has an environment of its own."""
+STORE = "slimckpt, store"
+MEMMAP = "numpy.memmap"
+SAFE_OPEN = "safetensors"
+
+
+@dataclass
+class Reading:
+    """One turn of the reader, in a fresh process; all readers of one source must agree."""
+
+    how: str
+    path: Path
+    agreed: dict[str, float]
+    python: str = PYTHON
+
+    def __call__(self) -> Figures:
+        read_all(self.path.parent if self.path.is_file() else self.path)
+        found: Figures = json.loads(call([self.python, READER, self.how, self.path]))
+        sum_and_count = {key: found.pop(key) for key in ("sum", "arrays")}
+        if self.agreed and self.agreed != sum_and_count:
+            stop(f"{self.how} reads {sum_and_count} in {self.path}, others {self.agreed}")
+        self.agreed |= sum_and_count
+        return {f"s {key}": seconds for key, seconds in found.items()}
+
+
+def read(workshop: Workshop) -> Result:
+    """One rank of 512 MiB, in 100, 1,000 and 20,000 tensors."""
+    nbytes = workshop.options.nbytes(512 << 20)
+    result = Result(f"read a rank of {nbytes / 2**20:.3g} MiB, seconds after import")
+    for tensors in (100, 1000, workshop.options.count(20_000, 2000)):
+        _take_turns(workshop, result, tensors, nbytes)
+        ours, what = f"{tensors:,}: {STORE}", f"{tensors:,} tensors"
+        # The bars are for 1,000 tensors; the others show how that scales.
+        if tensors == 1000:
+            memmap, safetensors = f"{tensors:,}: {MEMMAP}", f"{tensors:,}: {SAFE_OPEN}"
+            for name in (ours, f"{tensors:,}: slimckpt, mindspore"):
+                read_what = f"open, views, every page, {what} ({name.partition(', ')[2]})"
+                result.judge_ratio(read_what, name, 1.15, memmap, "s touched")
+                views_what = f"views alone, {what} ({name.partition(', ')[2]})"
+                result.judge_ratio(views_what, name, 0.3, safetensors, "s views")
+    return result
+
+
+def open_rank(workshop: Workshop) -> Result:
+    """One rank of 20,000 tensors of 4 KiB, from a store and from directories of each format."""
+    tensors = workshop.options.count(20_000, 2000)
+    result = Result(f"open a rank of {tensors:,} tensors of 4 KiB, seconds after import")
+    source = workshop.many_tensors(tensors, tensors * 4096)
+    (rank,) = source.glob("rank_0")
+    directories = {
+        "store": workshop.store(source),
+        "mindspore": source,
+        "safetensors": workshop.many_tensors(tensors, tensors * 4096, "safetensors"),
+        "hdf5": workshop.converted(rank, "hdf5"),
+        "npz": workshop.converted(rank, "npz"),
+    }
+    agreed: dict[str, float] = {}
+    contenders = []
+    for name, path in directories.items():
+        if formats_of(path) == {"unknown"}:
+            result.missing[f"slimckpt, {name}"] = "not a format that slimckpt reads"
+        else:
+            contenders.append(Contender(f"slimckpt, {name}", Reading("slimckpt", path, agreed)))
+    result.take_turns(contenders, workshop.options.runs)
+    for contender in contenders:
+        figure = 1000 * result.median(contender.name, "s open")
+        what = f"open a rank of {tensors:,} tensors ({contender.name.partition(', ')[2]})"
+        result.judge(what, figure, 60, "ms")
+    return result
+
+
+def formats_of(path: Path) -> set[str]:
+    """What slimckpt takes the files of a checkpoint for."""
+    with slimckpt.open(path) as checkpoint:
+        return {file.format for file in checkpoint.files.values()}
+
+
+def _take_turns(workshop: Workshop, result: Result, tensors: int, nbytes: int) -> None:
+    source = workshop.many_tensors(tensors, nbytes)
+    safetensors = workshop.many_tensors(tensors, nbytes, "safetensors")
+    (model,) = safetensors.rglob("rank_0/model.safetensors")
+    (rank,) = source.glob("rank_0")
+    listing = workshop.payloads(rank)
+    (hdf5,) = workshop.converted(rank, "hdf5").rglob("*.h5")
+    agreed: dict[str, float] = {}
+
+    def contender(name: str, how: str, path: Path, python: str = PYTHON) -> Contender:
+        return Contender(f"{tensors:,}: {name}", Reading(how, path, agreed, python), python)
+
+    contenders = [
+        contender(MEMMAP, "memmap", listing),
+        contender(STORE, "slimckpt", workshop.store(source)),
+        contender("slimckpt, mindspore", "slimckpt", source),
+        contender("slimckpt, safetensors", "slimckpt", safetensors),
+        contender(SAFE_OPEN, "safetensors", model, str(SAFETENSORS)),
+        contender("h5py", "h5py", hdf5),
+    ]
+    result.take_turns(contenders, workshop.options.runs)
