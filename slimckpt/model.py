@@ -19,7 +19,7 @@ How formats that come later sit in it:
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -265,10 +265,10 @@ class Table:
         return Table(picked, self.dtypes, self.encodings, self.fills)
 
     @staticmethod
-    def concatenate(tables: Sequence[Table]) -> Table:
-        """The rows of all tables, in order."""
+    def concatenate(tables: Iterable[Table]) -> Table:
+        """The rows of all tables, in order. Each table is let go when its rows are copied."""
         lists: dict[str, dict[str, int]] = {name: {} for name in _LISTS}
-        parts: dict[str, list[npt.NDArray[Any]]] = {name: [] for name in COLUMNS}
+        joined = {name: bytearray() for name in COLUMNS}
         base = dict.fromkeys(_ENDS.values(), 0)
         payloads = 0
         for table in tables:
@@ -281,19 +281,16 @@ class Table:
                 if name in _ENDS:
                     column = column + base[_ENDS[name]]
                 elif name in ("dtype", "encoding"):
-                    column = remaps[name + "s"][column].astype(np.uint16)
+                    column = remaps[name + "s"][column]
                 elif name == "home_row":
                     column = column + np.where(table.columns["home"] == HOME_PAYLOAD, payloads, 0)
                     filled = table.columns["home"] == HOME_FILL
                     column[filled] = remaps["fills"][column[filled]]
-                parts[name].append(column)
+                joined[name] += column.astype(COLUMNS[name], copy=False).tobytes()
             for target in base:
                 base[target] += len(table.columns[target])
             payloads += table.n_payloads
-        columns = {
-            name: np.concatenate(found) if found else np.zeros(0, COLUMNS[name])
-            for name, found in parts.items()
-        }
+        columns = {name: np.frombuffer(joined[name], COLUMNS[name]) for name in COLUMNS}
         return Table(columns, *(tuple(lists[name]) for name in _LISTS))
 
 
@@ -444,18 +441,24 @@ class Catalog:
         self.payload_start = payload_start
 
     @staticmethod
-    def of(files: list[SourceFile], tables: Sequence[Table]) -> Catalog:
+    def of(files: list[SourceFile], tables: Iterable[Table]) -> Catalog:
         """Join one table a file."""
-        starts = []
-        for counts in ([t.n_tensors for t in tables], [t.n_payloads for t in tables]):
-            starts.append(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]).astype(np.int64))
-        return Catalog(files, Table.concatenate(tables), starts[0], starts[1])
+        counts = [(0, 0)]
+
+        def counted() -> Iterator[Table]:
+            for table in tables:
+                counts.append((table.n_tensors, table.n_payloads))
+                yield table
+
+        table = Table.concatenate(counted())
+        starts = np.cumsum(np.array(counts, np.int64), axis=0)
+        return Catalog(files, table, starts[:, 0].copy(), starts[:, 1].copy())
 
     @staticmethod
     def merge(catalogs: Sequence[Catalog]) -> Catalog:
         """One catalog of several, scanned apart (on other machines, say)."""
         files = [file for catalog in catalogs for file in catalog.files]
-        return Catalog.of(files, [c.table_of(f) for c in catalogs for f in range(len(c.files))])
+        return Catalog.of(files, (c.table_of(f) for c in catalogs for f in range(len(c.files))))
 
     def tensors(self, file: int) -> slice:
         return slice(int(self.tensor_start[file]), int(self.tensor_start[file + 1]))

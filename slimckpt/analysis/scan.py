@@ -36,14 +36,27 @@ def scan(tree: Tree, executor: Executor, progress: Callable[[int], None] | None 
 
     Reads headers only. ``progress`` is told how many files are done, each time some are.
     """
-    tables: list[Table] = [_EMPTY] * len(tree.files)
     files = source_files(tree)
+    return Catalog.of(files, _tables(tree, files, executor, progress))
+
+
+def _tables(
+    tree: Tree,
+    files: list[SourceFile],
+    executor: Executor,
+    progress: Callable[[int], None] | None,
+) -> Iterator[Table]:
+    """The table of each file, in order: few are kept waiting, for memory's sake."""
+    waiting: dict[int, list[Found]] = {}
+    at = 0
     for unit, found in run_units(executor, scan_unit, _units(tree)):
-        for number, result in enumerate(found, unit.first):
-            tables[number] = fill_in(files[number], result)
+        waiting[unit.first] = found
+        while at in waiting:
+            for result in waiting.pop(at):
+                yield fill_in(files[at], result)
+                at += 1
         if progress:
             progress(len(found))
-    return Catalog.of(files, tables)
 
 
 def source_files(tree: Tree) -> list[SourceFile]:

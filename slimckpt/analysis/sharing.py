@@ -24,6 +24,8 @@ from slimckpt.sources.digest import (
 
 Mask = npt.NDArray[np.bool_]
 
+_AT_ONCE = 1 << 16
+
 
 class Bodies:
     """The bodies of a catalog.
@@ -161,15 +163,37 @@ class Sharing:
 
 def classes(bodies: Bodies, digests: Digests) -> Ints:
     """Number the bodies by (length, digest)."""
-    keys = np.zeros(len(bodies), np.dtype([("nbytes", "<i8"), ("digest", "V32")]))
-    keys["nbytes"] = bodies.nbytes
-    keys["digest"] = np.ascontiguousarray(digests.digests).view("V32")[:, 0]
     unknown = np.flatnonzero(~digests.known)
-    flat = np.ascontiguousarray(keys).view("V40")
-    _, inverse = np.unique(flat, return_inverse=True)
-    class_of: Ints = inverse.reshape(-1).astype(np.int64)
+    class_of = _by_prefix(bodies.nbytes, digests.digests)
+    if class_of is None:
+        keys = np.zeros(len(bodies), np.dtype([("nbytes", "<i8"), ("digest", "V32")]))
+        keys["nbytes"] = bodies.nbytes
+        keys["digest"] = np.ascontiguousarray(digests.digests).view("V32")[:, 0]
+        _, inverse = np.unique(np.ascontiguousarray(keys).view("V40"), return_inverse=True)
+        class_of = inverse.reshape(-1).astype(np.int64)
     # A body that was not hashed equals nothing.
     class_of[unknown] = class_of.max(initial=-1) + 1 + np.arange(len(unknown))
+    return class_of
+
+
+def _by_prefix(nbytes: Ints, digests: npt.NDArray[np.uint8]) -> Ints | None:
+    """Number (length, digest) by sorting the first eight bytes of the digests only.
+
+    Returns ``None`` if those are equal for different digests, which someone must have worked for.
+    Of two million it needs a third of the memory of sorting all forty bytes.
+    """
+    prefixes = digests[:, :8].copy().view("<u8")[:, 0]
+    order = np.argsort(prefixes, kind="stable")
+    new = np.ones(len(order), np.bool_)
+    for first in range(1, len(order), _AT_ONCE):
+        here = order[first : first + _AT_ONCE]
+        before = order[first - 1 : first - 1 + len(here)]
+        same = (nbytes[here] == nbytes[before]) & (digests[here] == digests[before]).all(axis=1)
+        if (~same & (prefixes[here] == prefixes[before])).any():
+            return None
+        new[first : first + len(here)] = ~same
+    class_of = np.empty(len(order), np.int64)
+    class_of[order] = np.cumsum(new) - 1
     return class_of
 
 
