@@ -36,8 +36,14 @@ def ls_command(
         rows = [["tensor", "dtype", "shape", "size", "file"]]
         for file in listing.files:
             rows += [
-                [t.name, t.dtype, str(list(t.shape)), size(t.nbytes), file.path]
-                for t in file.tensors
+                [
+                    t.name,
+                    t.dtype,
+                    str(list(t.shape)),
+                    "dropped" if number in file.dropped else size(t.nbytes),
+                    file.path,
+                ]
+                for number, t in enumerate(file.tensors)
             ]
         click.echo(table(rows, left=(0, 1, 2, 4)))
     else:
@@ -50,7 +56,7 @@ def ls_command(
                 _or_dash(file.rank),
                 _or_dash(len(file.tensors) if file.tensors else None),
                 file.format,
-                file.stored,
+                f"{file.stored}, {len(file.dropped)} dropped" if file.dropped else file.stored,
             ]
             for file in listing.files
         ]

@@ -13,6 +13,7 @@ from slimckpt.cli.show import (
     quiet_option,
     size,
 )
+from slimckpt.errors import DroppedTensorError
 
 SCHEMA = "slimckpt.restore/1"
 
@@ -27,7 +28,9 @@ SCHEMA = "slimckpt.restore/1"
 @jobs_option
 @json_option
 @quiet_option
+@click.pass_context
 def restore_command(
+    context: click.Context,
     store: str,
     destination: str,
     steps: tuple[str, ...],
@@ -41,7 +44,8 @@ def restore_command(
     """Write the original files of STORE, all or a selection, to DST.
 
     With --step or --rank, files of the step that belong to no rank, and files of no step, come
-    along. Everything is read back and checked before DST gets its name.
+    along. Everything is read back and checked before DST gets its name. Files that lost tensors
+    to --drop are named and left out; the exit code is then 1.
     """
     from slimckpt.rewrite.restore import restore
 
@@ -55,7 +59,19 @@ def restore_command(
         jobs=jobs,
         progress=progress(quiet),
     )
+    lost = [
+        dict(zip(("path", "tensors", "nbytes"), row, strict=True)) for row in result.not_restored
+    ]
     if as_json:
-        emit_json({"schema": SCHEMA, "files": result.files, "nbytes": result.nbytes})
+        found = {"files": result.files, "nbytes": result.nbytes, "not_restored": lost}
+        emit_json({"schema": SCHEMA, **found})
     else:
         click.echo(f"{destination}: {count(result.files, 'file')}, {size(result.nbytes)} restored")
+    for path, tensors, nbytes in result.not_restored:
+        click.echo(
+            f"slimckpt: not restored: {path} lost {count(tensors, 'tensor')} ({size(nbytes)}) to"
+            " --drop",
+            err=True,
+        )
+    if lost:
+        context.exit(DroppedTensorError.exit_code)

@@ -70,6 +70,29 @@ def jobs_option(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
+def category_option(command: Callable[..., None]) -> Callable[..., None]:
+    return click.option(
+        "--category",
+        "categories",
+        multiple=True,
+        metavar="NAME=GLOB",
+        callback=_pairs,
+        help="Tensors whose name matches GLOB are of category NAME; repeatable.",
+    )(command)
+
+
+def _pairs(
+    context: click.Context, parameter: click.Parameter, texts: Sequence[str]
+) -> list[tuple[str, str]]:
+    pairs = []
+    for text in texts:
+        name, equals, glob = text.partition("=")
+        if not equals or not glob:
+            raise click.BadParameter(f"{text!r} is not NAME=GLOB")
+        pairs.append((name, glob))
+    return pairs
+
+
 def progress(quiet: bool) -> Progress:
     """A bar on a terminal, nothing elsewhere."""
     shown = sys.stderr is not None and sys.stderr.isatty() and not quiet

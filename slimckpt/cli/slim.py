@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
 from slimckpt.cli.show import (
+    category_option,
     count,
     emit_json,
     jobs_option,
@@ -15,7 +18,11 @@ from slimckpt.cli.show import (
     progress,
     quiet_option,
     size,
+    table,
 )
+
+if TYPE_CHECKING:
+    from slimckpt.rewrite.slim import DroppedTensor
 
 SCHEMA = "slimckpt.slim/1"
 _MOST_FILES = 10
@@ -31,6 +38,19 @@ _MOST_FILES = 10
     metavar="PCT",
     help="Rewrite a file only if this much of it is shared; 0: all that are understood.",
 )
+@click.option(
+    "--drop",
+    multiple=True,
+    type=click.Choice(["optimizer", "master"]),
+    help="Leave out for good: optimizer (moments and step state), master (master weights that"
+    " have a weight beside them). --dry-run lists every tensor.",
+)
+@click.option(
+    "--keep-full",
+    metavar="RULES",
+    help="Steps that --drop spares: last:2 (the newest two), every:1000 (multiples), or both.",
+)
+@category_option
 @click.option("--dry-run", is_flag=True, help="Decide and predict; write nothing.")
 @click.option("--strict", is_flag=True, help="Stop, before writing, if a file is damaged.")
 @jobs_option
@@ -40,6 +60,9 @@ def slim_command(
     source: str,
     destination: str,
     min_saving: float,
+    drop: tuple[str, ...],
+    keep_full: str | None,
+    categories: list[tuple[str, str]],
     dry_run: bool,
     strict: bool,
     jobs: int | None,
@@ -56,6 +79,9 @@ def slim_command(
         source,
         destination,
         min_saving=min_saving,
+        drop=drop,
+        keep_full=keep_full,
+        categories=categories,
         jobs=jobs,
         dry_run=dry_run,
         strict=strict,
@@ -86,8 +112,31 @@ def slim_command(
         click.echo(f"    {path}: {reason.removeprefix(path + ': ')}")
     if len(result.kept_whole) > _MOST_FILES:
         click.echo(f"    … and {len(result.kept_whole) - _MOST_FILES} more (--json lists all)")
+    if result.dropped:
+        _show_dropped(result.dropped, dry_run)
     if dry_run:
         click.echo("Nothing was written (--dry-run). The size is a prediction, rounded up.")
         click.echo(f"While it is written, the same {size(result.store_nbytes)} lie beside DST.")
     else:
         click.echo("Read back and checked. `slimckpt verify --against` says if SRC can go.")
+
+
+def _show_dropped(dropped: Sequence[DroppedTensor], every: bool) -> None:
+    """What is left out; with ``every``, each tensor, those that several files have joined."""
+    files = len({tensor.file for tensor in dropped})
+    kinds = ", ".join(sorted({tensor.category for tensor in dropped}))
+    click.echo(
+        f"  dropped: {count(len(dropped), 'tensor')}, {size(sum(t.nbytes for t in dropped))}"
+        f" ({kinds}); {count(files, 'file')} cannot be restored any more"
+    )
+    if not every:
+        return
+    joined: dict[tuple[str, ...], list[DroppedTensor]] = {}
+    for tensor in dropped:
+        key: tuple[str, ...] = (tensor.name, tensor.category, tensor.dtype, str(list(tensor.shape)))
+        joined.setdefault(key, []).append(tensor)
+    rows: list[Sequence[str]] = [["dropped", "category", "dtype", "shape", "size", "from"]]
+    for key, tensors in joined.items():
+        more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
+        rows.append([*key, size(sum(t.nbytes for t in tensors)), tensors[0].file + more])
+    click.echo(table(rows, left=(0, 1, 2, 3, 5)))

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from slimckpt import effects
+from slimckpt.analysis.dropping import dropped_tensors
 from slimckpt.errors import UnfaithfulSourceError
 from slimckpt.model import Span, show_path
 from slimckpt.progress import Progress
@@ -19,7 +20,7 @@ from slimckpt.rewrite.plan import MAX_LINKS, PlannedPart
 from slimckpt.sources.digest import UNIT, Digests, digest_of, run_units, units_of
 from slimckpt.sources.positioned import open_for_reading
 from slimckpt.store.container import Link
-from slimckpt.store.index import IN_SKELETON, STORED, FileIndex, Places
+from slimckpt.store.index import DROPPED, IN_SKELETON, STORED, FileIndex, Places
 from slimckpt.store.manifest import Container, FileEntry, IndexPlace, Part, Place
 from slimckpt.store.writer import (
     Body,
@@ -59,6 +60,7 @@ class _Builder:
         self.linked = {number for part in self.plan.parts for number, _, _ in part.links}
         self.index_data: dict[int, bytes] = {}
         self.index_at = {n: at for c in self.plan.containers for at, n in enumerate(c.indexes)}
+        self.dropped = dropped_tensors(self.bodies, self.sharing)
         self._tensors = self.bodies.catalog.table.tensors_of_payloads()
 
     def run(self) -> None:
@@ -206,6 +208,7 @@ class _Builder:
         part = Part(planned.run, planned.step, others=planned.others)
         for number in planned.files:
             entry = FileEntry(self.files[number], self._skeleton(number, number_of))
+            self._note_dropped(entry, number)
             if number in self.plan.index_container:
                 entry.index = self._index(number, number_of)
             part.files.append(entry)
@@ -213,10 +216,18 @@ class _Builder:
             file = replace(self.files[number], path=path, role=role, links=())
             entry = FileEntry(file, self._skeleton(number, number_of), None, "link")
             entry.body = self.files[number].path
+            self._note_dropped(entry, number)
             if number in self.plan.index_container:
                 entry.index = self._index(number, number_of)
             part.files.append(entry)
         return part, list(local)
+
+    def _note_dropped(self, entry: FileEntry, number: int) -> None:
+        catalog = self.bodies.catalog
+        first, last = np.searchsorted(self.dropped, catalog.tensor_start[number : number + 2])
+        entry.dropped = tuple(map(catalog.table.path, self.dropped[first:last].tolist()))
+        rows = catalog.payloads(number)
+        entry.dropped_nbytes = int(self.bodies.nbytes[rows][self.sharing.dropped[rows]].sum())
 
     def _common(self) -> list[int]:
         """Containers of files that several parts list: numbered alike in each, since the file has
@@ -259,10 +270,12 @@ class _Builder:
         places = Places.none(table.n_payloads)
         places.digest = self.digests.digests[rows]
         if number not in self.plan.whole:
-            apart = self.bodies.apart[rows]
+            dropped = self.sharing.dropped[rows]
+            apart = self.bodies.apart[rows] & ~dropped
             classes = self.sharing.class_of[rows]
             used = self.class_container[classes]
             places.kind = np.where(apart, STORED, IN_SKELETON).astype(np.uint8)
+            places.kind[dropped] = DROPPED
             places.offset = np.where(apart, self.class_offset[classes], 0)
             for container in np.unique(used[apart]).tolist():
                 places.container[apart & (used == container)] = number_of(container)
@@ -329,7 +342,9 @@ class _Builder:
             "source_nbytes": int(self.bodies.sizes.sum()),
             "rewritten_files": int(self.sharing.rewritten.sum()),
             "whole_files": len(self.plan.whole),
-            "dropped_tensors": 0,
+            "dropped_tensors": sum(
+                len(e.dropped) for p in parts for e in p.files if e.origin == "file"
+            ),
         }
         readable = 0o600 | (0o040 if root.mode & 0o010 else 0) | (0o004 if root.mode & 0o001 else 0)
         write_manifests(self.work, parts, totals, readable)

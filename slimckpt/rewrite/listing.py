@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from slimckpt.analysis.roles import step_key
 from slimckpt.analysis.scan import scan
@@ -19,7 +19,8 @@ from slimckpt.store.reader import Store
 
 @dataclass(slots=True)
 class ListedFile:
-    """One file. ``stored`` says how: ``original``, ``slim`` or ``whole``."""
+    """One file. ``stored`` says how: ``original``, ``slim`` or ``whole``; ``dropped`` are those of
+    its tensors, by number, that were left out."""
 
     path: str
     nbytes: int
@@ -31,6 +32,7 @@ class ListedFile:
     stored: str
     problem: str | None
     tensors: list[Tensor]
+    dropped: frozenset[int]
 
 
 @dataclass(slots=True)
@@ -43,14 +45,19 @@ class Listing:
     def as_json(self, tensors: bool) -> dict[str, Any]:
         files = []
         for file in self.files:
-            row = {name: getattr(file, name) for name in ListedFile.__slots__ if name != "tensors"}
+            row = {name: getattr(file, name) for name in ListedFile.__slots__}
+            row["tensors"], row["dropped"] = len(file.tensors), len(file.dropped)
             if tensors:
                 row["tensors"] = [
-                    {"name": t.name, "path": t.path, "dtype": t.dtype, "shape": list(t.shape)}
-                    for t in file.tensors
+                    {
+                        "name": t.name,
+                        "path": t.path,
+                        "dtype": t.dtype,
+                        "shape": list(t.shape),
+                        "dropped": number in file.dropped,
+                    }
+                    for number, t in enumerate(file.tensors)
                 ]
-            else:
-                row["tensors"] = len(file.tensors)
             files.append(row)
         return {"files": files, "problems": self.problems}
 
@@ -66,15 +73,16 @@ def list_path(
     root = os.fsencode(path)
     listing = Listing()
     found = list(_stored(root, listing) if is_store(root) else _scanned(root))
+    roles = [row.file.role for row in found]
     for what, wanted, known in (
-        ("step", step, {str(f.role.step) for f, _, _ in found if f.role.step is not None}),
-        ("rank", rank, {str(f.role.rank) for f, _, _ in found if f.role.rank is not None}),
-        ("run", run, {f.role.run for f, _, _ in found}),
+        ("step", step, {str(role.step) for role in roles if role.step is not None}),
+        ("rank", rank, {str(role.rank) for role in roles if role.rank is not None}),
+        ("run", run, {role.run for role in roles}),
     ):
         if wanted is not None and str(wanted) not in known:
             there = ", ".join(sorted(known, key=lambda k: (len(k), k))) or "none"
             raise UsageError(f"no {what} {wanted} in {show_path(root)}; there are {there}")
-    for file, table, stored in found:
+    for file, table, stored, dropped in found:
         role = file.role
         if (
             (step is not None and str(role.step) != str(step))
@@ -95,6 +103,7 @@ def list_path(
                 stored,
                 file.problem,
                 tensors,
+                frozenset(dropped),
             )
         )
     listing.files.sort(
@@ -103,7 +112,11 @@ def list_path(
     return listing
 
 
-_Row = tuple[SourceFile, Table | None, str]
+class _Row(NamedTuple):
+    file: SourceFile
+    table: Table | None
+    stored: str
+    dropped: Sequence[int] = ()
 
 
 def _scanned(root: bytes) -> Iterator[_Row]:
@@ -111,7 +124,7 @@ def _scanned(root: bytes) -> Iterator[_Row]:
     with ThreadPoolExecutor(default_jobs()) as executor:
         catalog = scan(tree, executor)
     for number, file in enumerate(catalog.files):
-        yield file, catalog.table_of(number), "original"
+        yield _Row(file, catalog.table_of(number), "original")
 
 
 def _stored(root: bytes, listing: Listing) -> Iterator[_Row]:
@@ -119,10 +132,13 @@ def _stored(root: bytes, listing: Listing) -> Iterator[_Row]:
     listing.problems += store.problems
     for part in store.parts():
         for entry in part.files:
-            table = None
+            index = None
             try:
                 index = store.index(part, entry)
-                table = index.table if index else None
             except SlimckptError as error:
                 listing.problems.append(str(error))
-            yield entry.file, table, "whole" if entry.skeleton.kind == "whole" else "slim"
+            stored = "whole" if entry.skeleton.kind == "whole" else "slim"
+            if index is None:
+                yield _Row(entry.file, None, stored)
+            else:
+                yield _Row(entry.file, index.table, stored, index.dropped_tensors())

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimckpt.analysis.categories import CATEGORIES, categorize
+from slimckpt.analysis.categories import OPTIMIZER
+from slimckpt.analysis.dropping import Codes, dropped_tensors, payloads_of
 from slimckpt.analysis.roles import role_of, step_key
 from slimckpt.analysis.sharing import Bodies, Sharing, first_users
 from slimckpt.analysis.tree import Tree
@@ -74,12 +75,12 @@ class Plan:
     predicted_inodes: int
 
 
-def make_plan(tree: Tree, bodies: Bodies, sharing: Sharing) -> Plan:
-    """Lay out the store for what was found to be the same."""
+def make_plan(tree: Tree, bodies: Bodies, sharing: Sharing, codes: Codes) -> Plan:
+    """Lay out the store for what was found to be the same; ``codes`` are tensors' categories."""
     guard = Guard(tree.directories)
     names = Names()
     files = bodies.catalog.files
-    containers, container_of = _containers(bodies, sharing, names)
+    containers, container_of = _containers(bodies, sharing, codes, names)
     whole = {
         number: names.take(b"whole/" + file.path)
         for number, file in enumerate(files)
@@ -98,30 +99,16 @@ def make_plan(tree: Tree, bodies: Bodies, sharing: Sharing) -> Plan:
     }
     _grant(containers, bodies, sharing, guard)
     parts = _parts(tree, bodies)
-    nbytes, inodes = _predict(bodies, containers, whole, index_nbytes, tree, parts)
+    nbytes, inodes = _predict(bodies, sharing, containers, whole, index_nbytes, tree, parts)
     return Plan(
         containers, parts, container_of, whole, index_container, index_nbytes, nbytes, inodes
     )
 
 
-def optimizer_only(bodies: Bodies) -> np.ndarray:
-    """For each body, whether nothing but optimizer state uses it."""
-    table = bodies.catalog.table
-    dtypes = [table.dtypes[code] for code in table.columns["dtype"].tolist()]
-    codes = categorize(table.names(), dtypes)
-    starts, rows = table.tensors_of_payloads()
-    others = np.concatenate([[0], np.cumsum(codes[rows] != CATEGORIES.index("optimizer"))])
-    found = np.zeros(len(bodies), np.bool_)
-    found[: bodies.n_payloads] = (others[starts[1:]] == others[starts[:-1]]) & (
-        starts[1:] > starts[:-1]
-    )
-    return found
-
-
 def _containers(
-    bodies: Bodies, sharing: Sharing, names: Names
+    bodies: Bodies, sharing: Sharing, codes: Codes, names: Names
 ) -> tuple[list[PlannedContainer], dict[int, int]]:
-    sets = _replica_sets(bodies, sharing)
+    sets = _replica_sets(bodies, sharing, codes)
     containers: list[PlannedContainer] = []
     container_of: dict[int, int] = {}
 
@@ -158,12 +145,13 @@ def _containers(
     return containers, container_of
 
 
-def _replica_sets(bodies: Bodies, sharing: Sharing) -> dict[str, list[int]]:
+def _replica_sets(bodies: Bodies, sharing: Sharing, codes: Codes) -> dict[str, list[int]]:
     """Title of each shared container -> the bodies to put there (one for each class)."""
     users = np.flatnonzero(sharing.shared(bodies))
     order = users[np.argsort(sharing.class_of[users], kind="stable")]
     bounds = np.flatnonzero(np.diff(sharing.class_of[order])) + 1
-    only = optimizer_only(bodies)
+    only = np.zeros(len(bodies), np.bool_)
+    only[: bodies.n_payloads] = payloads_of(bodies.catalog.table, codes, OPTIMIZER)
     sets: dict[tuple[tuple[int, ...], bool], list[int]] = {}
     for group in np.split(order, bounds) if len(order) else ():
         members = tuple(np.unique(bodies.file[group]).tolist())
@@ -245,6 +233,7 @@ def _parts(tree: Tree, bodies: Bodies) -> list[PlannedPart]:
 
 def _predict(
     bodies: Bodies,
+    sharing: Sharing,
     containers: list[PlannedContainer],
     whole: dict[int, bytes],
     index_nbytes: dict[int, int],
@@ -274,6 +263,8 @@ def _predict(
             + sum(index_nbytes[number] + 2 * _DATASET_BYTES for number in container.indexes)
         )
     total += 320 * len(containers)
+    table = bodies.catalog.table
+    total += sum(len(table.path(row)) + 3 for row in dropped_tensors(bodies, sharing).tolist())
     entries = len(tree.files) + len(tree.directories) + len(tree.symlinks)
     facts = sum(len(str(file.facts)) for file in bodies.catalog.files)
     paths = sum(2 * len(file.path) for file in bodies.catalog.files)

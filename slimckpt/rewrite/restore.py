@@ -6,16 +6,18 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from slimckpt import effects
-from slimckpt.errors import StoreDamagedError
+from slimckpt.errors import DroppedTensorError, StoreDamagedError
 from slimckpt.model import Span, Stat, StepLabel, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.select import Chosen, Selection, choose
 from slimckpt.rewrite.workplace import check_destination, publish, workplace
 from slimckpt.sources.digest import UNIT, Digests, default_jobs, run_units, units_of
-from slimckpt.store.index import IN_SKELETON, FileIndex
+from slimckpt.store.index import DROPPED, IN_SKELETON, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import Store, damage
 from slimckpt.store.writer import CopyUnit, copy_unit
@@ -23,10 +25,15 @@ from slimckpt.store.writer import CopyUnit, copy_unit
 
 @dataclass(slots=True)
 class RestoreResult:
-    """What was restored. Sizes in bytes."""
+    """What was restored. Sizes in bytes.
+
+    ``not_restored`` are the chosen files that lost tensors to ``--drop``: path, how many tensors,
+    their bytes.
+    """
 
     files: int
     nbytes: int
+    not_restored: list[tuple[str, int, int]] = field(default_factory=list)
 
 
 def restore(
@@ -41,6 +48,9 @@ def restore(
     progress: Progress = SILENT,
 ) -> RestoreResult:
     """Write the original tree, or a selection of it, to a path that does not exist yet.
+
+    Files of which tensors were dropped cannot be given back; the others are, and the result names
+    those.
 
     Parameters
     ----------
@@ -58,10 +68,20 @@ def restore(
         at ``destination``; ``files`` can select the rest.
     UsageError
         The selection matches nothing.
+    DroppedTensorError
+        Every file selected has lost tensors; nothing is written.
     """
     opened = Store(os.fsencode(store), trust_times=False)
     target = check_destination(os.fsencode(destination), opened.path)
     chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run))
+    lost = [entry for _, entry, _ in chosen.files if entry.dropped]
+    chosen.files = [row for row in chosen.files if not row[1].dropped]
+    if lost and not chosen.files:
+        raise DroppedTensorError(
+            f"nothing to restore: all {len(lost)} files selected have lost tensors to --drop"
+            f" (first: {lost[0].file.label}, {len(lost[0].dropped)} tensors); `slimckpt ls` shows"
+            " which, and slimckpt.open reads all others"
+        )
     with ThreadPoolExecutor(jobs or default_jobs()) as executor, workplace(target) as work:
         try:
             _Restorer(opened, chosen, work, executor, progress).run()
@@ -72,7 +92,11 @@ def restore(
         for entry in reversed(chosen.directories):
             _give_back(os.path.join(work, entry.path) if entry.path else work, entry.stat)
         publish(work, target, synced=True)
-    return RestoreResult(len(chosen.files), sum(entry.file.size for _, entry, _ in chosen.files))
+    return RestoreResult(
+        len(chosen.files),
+        sum(entry.file.size for _, entry, _ in chosen.files),
+        [(e.file.label, len(e.dropped), e.dropped_nbytes) for e in lost],
+    )
 
 
 class _Restorer:
@@ -175,12 +199,12 @@ class _Restorer:
 
 
 def expected(entry: FileEntry, index: FileIndex | None) -> list[tuple[tuple[Span, ...], bytes]]:
-    """Spans of a source file, all of its bytes, with the digest of each: payloads stored apart
-    in row order, then the skeleton."""
+    """Spans of a source file, all of its bytes that are stored, with the digest of each: payloads
+    stored apart in row order, then the skeleton."""
     found: list[tuple[tuple[Span, ...], bytes]] = []
     if index is not None:
         for row in range(index.table.n_payloads):
-            if index.places.kind[row] != IN_SKELETON:
+            if index.places.kind[row] not in (IN_SKELETON, DROPPED):
                 found.append((index.table.spans(row), index.places.digest[row].tobytes()))
         skeleton = tuple(index.skeleton_spans(entry.file.size))
     else:
@@ -193,7 +217,7 @@ def what_is(entry: FileEntry, index: FileIndex | None, row: int) -> str:
     """The name of row ``row`` of :func:`expected`, for people."""
     if index is None:
         return "its content"
-    apart = (index.places.kind != IN_SKELETON).nonzero()[0].tolist()
+    apart = (~np.isin(index.places.kind, (IN_SKELETON, DROPPED))).nonzero()[0].tolist()
     if row >= len(apart):
         return "its skeleton"
     starts, rows = index.table.tensors_of_payloads()

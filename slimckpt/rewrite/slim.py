@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from slimckpt.analysis.categories import CATEGORIES, categorize
+from slimckpt.analysis.dropping import (
+    Codes,
+    Drop,
+    dropped_tensors,
+    may_drop,
+    refuse_last_copies,
+)
 from slimckpt.analysis.scan import scan
 from slimckpt.analysis.sharing import Bodies, Sharing, decide, hash_files, hash_whole, sample
 from slimckpt.analysis.tree import Tree, changed_since, is_store, walk
@@ -26,6 +35,18 @@ from slimckpt.rewrite.workplace import check_destination, publish, workplace
 from slimckpt.sources.digest import Digests, default_jobs
 
 
+@dataclass(frozen=True, slots=True)
+class DroppedTensor:
+    """A tensor that is left out. ``nbytes`` are its own."""
+
+    file: str
+    name: str
+    category: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 @dataclass(slots=True)
 class SlimResult:
     """What ``slim`` did, or with ``dry_run`` would do. Sizes in bytes.
@@ -39,6 +60,7 @@ class SlimResult:
     files: int
     rewritten: int
     dry_run: bool
+    dropped: list[DroppedTensor] = field(default_factory=list)
     kept_whole: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -53,6 +75,7 @@ class Prepared:
     wholes: Digests
     sharing: Sharing
     plan: Plan
+    codes: Codes
 
 
 def slim(
@@ -60,6 +83,9 @@ def slim(
     destination: str | bytes | os.PathLike[str],
     *,
     min_saving: float = 5.0,
+    drop: Sequence[str] = (),
+    keep_full: str | None = None,
+    categories: Sequence[tuple[str, str]] = (),
     jobs: int | None = None,
     dry_run: bool = False,
     strict: bool = False,
@@ -74,6 +100,14 @@ def slim(
     min_saving : float
         Percent of a file that must be shared for it to be rewritten. 0 rewrites every file that
         is understood and always publishes.
+    drop : sequence of str
+        What to leave out for good: ``"optimizer"`` (moments and step state), ``"master"`` (master
+        weights, if a weight of the same parameter stays). Files that lose a tensor cannot be
+        restored; everything else of them can be read.
+    keep_full : str, optional
+        Steps that lose nothing: ``"last:2,every:1000"``.
+    categories : sequence of (category, glob)
+        Override the category of tensors whose name matches.
     jobs : int, optional
         Threads; by default as many as cores.
     dry_run : bool
@@ -85,6 +119,8 @@ def slim(
     ------
     NothingToGainError
         Nothing was written, because nothing would be saved.
+    UsageError
+        ``drop`` would leave out the last copy of a parameter, and the like.
     UnfaithfulSourceError
         The source cannot be read or copied faithfully, or changed meanwhile.
     DestinationError, NoSpaceError, CheckFailedError, StoppedError
@@ -93,6 +129,7 @@ def slim(
     root, target = os.fsencode(source), os.fsencode(destination)
     if not 0 <= min_saving <= 100:
         raise UsageError(f"min_saving is a percentage, 0 to 100, not {min_saving}")
+    wanted = Drop.parse(drop, keep_full)
     if jobs is not None and jobs < 1:
         raise UsageError(f"jobs must be at least 1, not {jobs}")
     tree = walk(root)
@@ -104,7 +141,7 @@ def slim(
     target = check_destination(target, tree.root)
     with ThreadPoolExecutor(jobs or default_jobs()) as executor:
         try:
-            prepared = prepare(tree, executor, min_saving, strict, progress)
+            prepared = prepare(tree, executor, min_saving, strict, progress, wanted, categories)
             result = _result(prepared, dry_run)
             _refuse_what_does_not_fit(prepared.plan, target)
             if not dry_run:
@@ -124,6 +161,8 @@ def prepare(
     min_saving: float,
     strict: bool,
     progress: Progress,
+    drop: Drop,
+    categories: Sequence[tuple[str, str]],
 ) -> Prepared:
     """Scan, decide and plan; reads all bytes that the decision needs, and writes nothing."""
     progress.start("reading headers", len(tree.files))
@@ -133,7 +172,10 @@ def prepare(
         listed = "; ".join(str(file.problem) for file in damaged[:5])
         raise CheckFailedError(f"{len(damaged)} damaged files, and --strict was given: {listed}")
     bodies = Bodies(catalog, tree.root)
-    sharing = decide(bodies, sample(bodies, executor), min_saving)
+    codes = categorize(catalog.table, categories)
+    droppable = may_drop(bodies, drop, codes)
+    sharing = decide(bodies, sample(bodies, executor), min_saving, droppable)
+    refuse_last_copies(bodies, sharing, codes)  # at once, as far as samples tell
     if min_saving > 0 and not sharing.rewritten.any():
         raise NothingToGainError(_why_nothing(bodies, sharing, min_saving))
     digests = Digests(bodies.nbytes)
@@ -141,8 +183,9 @@ def prepare(
     wanted = np.flatnonzero(sharing.rewritten).tolist()
     progress.start("hashing", int(bodies.sizes[wanted].sum()))
     hash_files(bodies, wanted, executor, digests, progress.advance)
-    sharing = decide(bodies, digests, min_saving)
-    plan = make_plan(tree, bodies, sharing)
+    sharing = decide(bodies, digests, min_saving, droppable)
+    refuse_last_copies(bodies, sharing, codes)
+    plan = make_plan(tree, bodies, sharing, codes)
     if min_saving > 0:
         total = int(bodies.sizes.sum())
         if not sharing.rewritten.any() or plan.predicted_nbytes >= total:
@@ -151,7 +194,7 @@ def prepare(
     progress.start("hashing files kept whole", int(bodies.sizes[late + list(plan.whole)].sum()))
     hash_files(bodies, late, executor, digests, progress.advance)
     wholes = hash_whole(bodies, plan.whole, executor, progress.advance)
-    return Prepared(tree, bodies, digests, wholes, sharing, plan)
+    return Prepared(tree, bodies, digests, wholes, sharing, plan, codes)
 
 
 def _why_nothing(
@@ -185,6 +228,7 @@ def _result(prepared: Prepared, dry_run: bool) -> SlimResult:
         int(prepared.sharing.rewritten.sum()),
         dry_run,
     )
+    result.dropped = _dropped(prepared)
     for number in plan.whole:
         reason = files[number].problem or "too little of it is shared"
         result.kept_whole.append((files[number].label, reason))
@@ -202,6 +246,26 @@ def _result(prepared: Prepared, dry_run: bool) -> SlimResult:
             f" of their own (first: {show_path(outside[0].path)})"
         )
     return result
+
+
+def _dropped(prepared: Prepared) -> list[DroppedTensor]:
+    catalog = prepared.bodies.catalog
+    rows = dropped_tensors(prepared.bodies, prepared.sharing)
+    files = np.searchsorted(catalog.tensor_start, rows, "right") - 1
+    found = []
+    for row, number in zip(rows.tolist(), files.tolist(), strict=True):
+        tensor = catalog.table.tensor(row)
+        found.append(
+            DroppedTensor(
+                catalog.files[number].label,
+                tensor.path,
+                CATEGORIES[prepared.codes[row]],
+                tensor.dtype,
+                tensor.shape,
+                tensor.nbytes,
+            )
+        )
+    return found
 
 
 def _refuse_what_does_not_fit(plan: Plan, target: bytes) -> None:

@@ -16,9 +16,17 @@ from slimckpt.errors import SlimckptError, StoreDamagedError, UsageError
 from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, Stat, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.restore import expected, what_is
-from slimckpt.sources.digest import BLOCK, Digests, default_jobs, digest_of, run_units, units_of
+from slimckpt.sources.digest import (
+    BLOCK,
+    Digests,
+    default_jobs,
+    digest_of,
+    hash_unit,
+    run_units,
+    units_of,
+)
 from slimckpt.sources.positioned import FileSource
-from slimckpt.store.index import IN_SKELETON, STORED, Contents, FileIndex
+from slimckpt.store.index import DROPPED, IN_SKELETON, STORED, Contents, FileIndex
 from slimckpt.store.manifest import Container, FileEntry, Part
 from slimckpt.store.reader import Store
 from slimckpt.store.spliced import SplicedSource
@@ -30,7 +38,8 @@ class VerifyResult:
     """What a check found.
 
     ``safe`` is set by ``against``: whether the source can be deleted. ``inherited`` counts the
-    problems that the source had already: checksums of its own that do not match.
+    problems that the source had already: checksums of its own that do not match. ``dropped``
+    counts the tensors that were left out on request.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -39,6 +48,7 @@ class VerifyResult:
     containers: int = 0
     nbytes_read: int = 0
     inherited: int = 0
+    dropped: int = 0
     quick: bool = False
     safe: bool | None = None
 
@@ -117,7 +127,13 @@ class _Verifier:
         for part in parts:
             for entry in part.files:
                 self.result.files += entry.origin == "file"
+                self.result.dropped += len(entry.dropped) if entry.origin == "file" else 0
                 self._guarded(self._entry, part, entry)
+        if self.result.dropped:
+            self.result.notes.append(
+                f"{self.result.dropped} tensors were left out when it was slimmed (--drop): they"
+                " are nowhere in the store, and files that had them cannot be restored"
+            )
         if self.other_times:
             self.result.notes.append(
                 f"{self.other_times} files kept whole have another modification time than when"
@@ -208,6 +224,12 @@ class _Verifier:
 
     def _entry(self, part: Part, entry: FileEntry) -> None:
         index = self.store.index(part, entry)
+        lost = [] if index is None else index.dropped_tensors()
+        if index and sorted(map(index.table.path, lost)) != sorted(entry.dropped):
+            self._problem(
+                f"{entry.file.label}: its index says that {len(lost)} tensors were dropped, its"
+                f" entry that {len(entry.dropped)} were"
+            )
         runs = self.store.runs(part, entry, index)  # proves that the pieces make up the file
         self._promises(part, entry, index)
         if self.result.quick:
@@ -221,7 +243,7 @@ class _Verifier:
                 self.other_times += 1
             if digests.digests[0].tobytes().hex() != entry.skeleton.digest:
                 self._problem(f"{self.store.label(entry.skeleton.name)}: its bytes are damaged")
-        if entry.file.understood and runs:
+        if entry.file.understood and runs and not entry.dropped:
             with SplicedSource(self.store, part, entry, index) as source:
                 wrong = formats.check(entry.file.format, source)
             if wrong:
@@ -249,7 +271,7 @@ class _Verifier:
                 )
         others = (
             index is not None
-            and ((index.places.kind != STORED) & (index.places.kind != IN_SKELETON)).any()
+            and not np.isin(index.places.kind, (STORED, IN_SKELETON, DROPPED)).all()
         )
         stored = {
             name: self._by_offset(name) for name in {part.containers[w[0]].name for w in wanted}
@@ -340,9 +362,6 @@ class _Comparison:
             self.progress.advance(files[path].size)
             if difference:
                 self.result.problems.append(difference)
-        dropped = self.store.root.totals.get("dropped_tensors", 0)
-        if dropped:
-            self.result.problems.append(f"{dropped} tensors were dropped when it was slimmed")
         if self.source.xattrs:
             self.result.notes.append(
                 f"{len(self.source.xattrs)} entries of the source have extended attributes or ACLs,"
@@ -376,14 +395,29 @@ class _Comparison:
                         f"{entry.file.label}: {source.size} bytes in the source, {stored.size} in"
                         " the store"
                     )
-                for at in range(0, source.size, BLOCK):
-                    take = min(BLOCK, source.size - at)
-                    if source.read(at, take) != stored.read(at, take):
-                        return f"{entry.file.label}: differs between bytes {at} and {at + take}"
+                for start, nbytes in stored.present:
+                    for at in range(start, start + nbytes, BLOCK):
+                        take = min(BLOCK, start + nbytes - at)
+                        if source.read(at, take) != stored.read(at, take):
+                            return f"{entry.file.label}: differs between bytes {at} and {at + take}"
+            if index is not None and entry.dropped:
+                return self._compare_dropped(path, entry, index)
         except SlimckptError as error:
             return str(error)
         except OSError as error:
             return f"{entry.file.label}: {error.strerror}"
+        return None
+
+    def _compare_dropped(self, path: bytes, entry: FileEntry, index: FileIndex) -> str | None:
+        """Whether the source's dropped tensors are those that were dropped, by their digests."""
+        rows = np.flatnonzero(index.places.kind == DROPPED).tolist()
+        digests = Digests(index.table.payload_nbytes)
+        spans = [(row, index.table.spans(row)) for row in rows]
+        for unit in units_of(self.source.absolute(path), entry.file.label, spans):
+            digests.add(hash_unit(unit))
+        for row in rows:
+            if digests.digests[row].tobytes() != index.places.digest[row].tobytes():
+                return f"{entry.file.label}: a tensor that was dropped is another one in the source"
         return None
 
 
@@ -399,6 +433,11 @@ def _kinds(
 
 def sentence(result: VerifyResult, against: str) -> str:
     """Whether the source can be deleted, in one sentence."""
+    if result.safe and result.dropped:
+        return (
+            f"{against} is safe to delete if its {result.dropped} dropped tensors may go: every"
+            " other byte of it is in the store."
+        )
     if result.safe:
         return f"{against} is safe to delete: every file of it is in the store, byte for byte."
     count = len(result.problems)

@@ -91,6 +91,10 @@ class Backend(ABC):
     def private(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> Bytes:
         """The same bytes in writable memory that belongs to the caller alone."""
 
+    def mapped(self, path: bytes, expected_size: int) -> Bytes | None:
+        """All bytes of a file, read-only, where that costs nothing before they are touched."""
+        return None
+
     def close(self) -> None:
         """Let go of all files. Arrays handed out stay valid."""
         self.closed = True
@@ -174,15 +178,18 @@ class MmapBackend(Backend):
         self._check(path, offset, nbytes, expected_size)
         if not nbytes:
             return _frozen(np.empty(0, np.uint8))
-        with self._lock:
-            if path not in self._files:
-                self._files[path] = self._map(path, expected_size)
-            mapped = self._files[path]
+        mapped = self._whole(path, expected_size)
         if mapped is None:
             return _frozen(self._read(path, offset, nbytes, expected_size))
-        self._check_size(path, len(mapped), expected_size)
         self._bring_in(path, offset, nbytes)
         return mapped[offset : offset + nbytes]
+
+    def mapped(self, path: bytes, expected_size: int) -> Bytes | None:
+        """All bytes of a file, unless it is on a network: there ranges are brought in first."""
+        self.require_open()
+        if on_network(os.path.dirname(path)):
+            return None
+        return self._whole(path, expected_size)
 
     def private(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> Bytes:
         self._check(path, offset, nbytes, expected_size)
@@ -204,6 +211,15 @@ class MmapBackend(Backend):
         super().close()
         with self._lock:
             self._files.clear()
+
+    def _whole(self, path: bytes, expected_size: int) -> Bytes | None:
+        with self._lock:
+            if path not in self._files:
+                self._files[path] = self._map(path, expected_size)
+            mapped = self._files[path]
+        if mapped is not None:
+            self._check_size(path, len(mapped), expected_size)
+        return mapped
 
     def _map(self, path: bytes, expected_size: int) -> Bytes | None:
         with self._opened(path, expected_size) as fd:

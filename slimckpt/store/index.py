@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from slimckpt import columns
 from slimckpt.errors import StoreDamagedError
-from slimckpt.model import COLUMNS, Ints, Span, Table, gaps
+from slimckpt.model import COLUMNS, HOME_PAYLOAD, Ints, Span, Table, gaps
 
-IN_SKELETON, STORED, FILL, PARTS = 0, 1, 2, 3
+IN_SKELETON, STORED, FILL, PARTS, DROPPED = 0, 1, 2, 3, 4
 """Kinds of places. FORMAT.md says what each means."""
 
 
@@ -50,8 +50,8 @@ class Places:
 class Piece:
     """``nbytes`` bytes at ``offset`` of container number ``container``.
 
-    ``container`` is :data:`SKELETON` for bytes of the file's own skeleton, and :data:`FILLED`
-    where every byte is ``offset``.
+    ``container`` is :data:`SKELETON` for bytes of the file's own skeleton, :data:`FILLED` where
+    every byte is ``offset``, and :data:`LEFT_OUT` where the bytes are nowhere.
     """
 
     container: int
@@ -59,7 +59,7 @@ class Piece:
     nbytes: int
 
 
-SKELETON, FILLED = -1, -2
+SKELETON, FILLED, LEFT_OUT = -1, -2, -3
 
 
 class FileIndex:
@@ -118,6 +118,15 @@ class FileIndex:
         found: npt.NDArray[np.int64] = spans[apart]
         return found[np.argsort(found[:, 0], kind="stable")]
 
+    def dropped_tensors(self) -> list[int]:
+        """Rows of tensors whose payload was left out."""
+        if not (self.places.kind == DROPPED).any():
+            return []
+        homes = self.table.columns["home_row"]
+        on_payload = np.flatnonzero(self.table.columns["home"] == HOME_PAYLOAD)
+        found: list[int] = on_payload[self.places.kind[homes[on_payload]] == DROPPED].tolist()
+        return found
+
     def skeleton_spans(self, nbytes: int) -> list[Span]:
         """Where the skeleton's bytes lie in the source file of ``nbytes`` bytes."""
         return gaps(self.apart_spans(), nbytes)
@@ -136,9 +145,14 @@ class FileIndex:
             return [Piece(int(places.container[row]), int(places.offset[row]), nbytes)]
         if kind == FILL:
             return [Piece(FILLED, int(places.offset[row]), nbytes)]
+        if kind == DROPPED:
+            return [Piece(LEFT_OUT, 0, nbytes)]
         if kind == IN_SKELETON:
+            spans = table.spans(row)
+            starts = self.in_skeleton(np.array([span.offset for span in spans], np.int64))
             return [
-                Piece(SKELETON, self._in_skeleton(s.offset), s.nbytes) for s in table.spans(row)
+                Piece(SKELETON, start, span.nbytes)
+                for start, span in zip(starts.tolist(), spans, strict=True)
             ]
         if kind != PARTS:
             raise StoreDamagedError(
@@ -162,12 +176,15 @@ class FileIndex:
             )
         return parts
 
-    def _in_skeleton(self, offset: int) -> int:
+    def in_skeleton(self, offsets: Ints) -> Ints:
+        """Where bytes of the source file lie in its skeleton."""
         if self._taken is None:
             spans = self.apart_spans()
             self._taken = np.stack([spans[:, 0], np.cumsum(spans[:, 1])], axis=1)
-        before = int(np.searchsorted(self._taken[:, 0], offset))
-        return offset - (int(self._taken[before - 1, 1]) if before else 0)
+        before = np.searchsorted(self._taken[:, 0], offsets)
+        taken = np.concatenate([[0], self._taken[:, 1]])
+        found: Ints = offsets - taken[before]
+        return found
 
 
 @dataclass(slots=True)

@@ -69,7 +69,8 @@ class FileEntry:
     """One source file in a part.
 
     ``origin`` is ``file``; ``link`` for a further name whose step or rank is not that of the
-    body's first name, which is then ``body``; or ``synthetic``.
+    body's first name, which is then ``body``; or ``synthetic``. ``dropped`` are the exact paths of
+    the tensors that were left out, ``dropped_nbytes`` what they took in the file.
     """
 
     file: SourceFile
@@ -77,6 +78,8 @@ class FileEntry:
     index: IndexPlace | None = None
     origin: str = "file"
     body: bytes | None = None
+    dropped: tuple[str, ...] = ()
+    dropped_nbytes: int = 0
 
 
 @dataclass(slots=True)
@@ -259,6 +262,8 @@ def _file(entry: FileEntry) -> dict[str, Any]:
     }
     if entry.body is not None:
         raw["body"] = encode_path(entry.body)
+    if entry.dropped:
+        raw["dropped"] = {"tensors": entry.dropped, "nbytes": entry.dropped_nbytes}
     if entry.index:
         index = entry.index
         raw["index"] = {
@@ -284,6 +289,7 @@ def _read_file(raw: dict[str, Any], run: str, step: StepLabel | None) -> FileEnt
         tuple(safe_path(link) for link in raw["links"]),
     )
     index = raw.get("index")
+    dropped = raw.get("dropped", {"tensors": (), "nbytes": 0})
     return FileEntry(
         file,
         _read_place(raw["skeleton"]),
@@ -292,6 +298,8 @@ def _read_file(raw: dict[str, Any], run: str, step: StepLabel | None) -> FileEnt
         else None,
         raw["origin"],
         safe_path(raw["body"]) if raw["origin"] == "link" else None,
+        tuple(map(str, dropped["tensors"])),
+        int(dropped["nbytes"]),
     )
 
 

@@ -16,7 +16,7 @@ from slimckpt.errors import (
 from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, show_path
 from slimckpt.sources.digest import digest_of
 from slimckpt.sources.positioned import open_for_reading
-from slimckpt.store.index import FILLED, SKELETON, Contents, FileIndex, Piece
+from slimckpt.store.index import FILLED, LEFT_OUT, SKELETON, Contents, FileIndex, Piece
 from slimckpt.store.manifest import Container, FileEntry, Part, Place, Root
 
 
@@ -29,10 +29,14 @@ def damage() -> Iterator[None]:
         raise StoreDamagedError(f"{error}; the store is damaged") from None
 
 
+NOWHERE = -1
+
+
 class Run(NamedTuple):
     """Bytes of the store that are bytes of a source file: ``nbytes`` at ``offset`` of ``name``.
 
-    ``name`` is ``None`` where every byte is ``offset``. ``at`` is the place in the source file.
+    ``name`` is ``None`` where every byte is ``offset``, or where the bytes were left out and are
+    nowhere: ``offset`` is then :data:`NOWHERE`. ``at`` is the place in the source file.
     """
 
     at: int
@@ -149,7 +153,7 @@ class Store:
     def pieces(
         self, part: Part, entry: FileEntry, index: FileIndex, payload: int
     ) -> list[tuple[bytes | None, int, int]]:
-        """Where a payload is: ``(file of the store, offset, nbytes)``; fills have no file."""
+        """Where a payload is: ``(file of the store, offset, nbytes)``, as in a :class:`Run`."""
         found: list[tuple[bytes | None, int, int]] = []
         for piece in index.pieces(payload, entry.file.label):
             if piece.container == SKELETON:
@@ -223,7 +227,13 @@ class Store:
 
     def _locate(self, part: Part, entry: FileEntry, piece: Piece) -> tuple[bytes | None, int, int]:
         if piece.container == FILLED:
+            if not 0 <= piece.offset <= 255:
+                raise StoreDamagedError(
+                    f"{entry.file.label}: {piece.offset} is no byte to fill with"
+                )
             return None, piece.offset, piece.nbytes
+        if piece.container == LEFT_OUT:
+            return None, NOWHERE, piece.nbytes
         container = self.container(part, piece.container, entry)
         if piece.offset < 0 or piece.offset + piece.nbytes > container.nbytes:
             raise StoreDamagedError(

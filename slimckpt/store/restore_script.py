@@ -72,6 +72,12 @@ class Damage(Stop):
     code = 1
 
 
+class Dropped(Stop):
+    """Tensors of the files were left out when they were slimmed. Exit code 1."""
+
+    code = 1
+
+
 # BLAKE3, on many chunks at once: word i of all of them is one Python integer, 40 bits a chunk. The
 # upper 8 bits of a lane take the carries of all additions of a compression; a rotation is two
 # shifts whose masks also drop what came in from neighbours.
@@ -283,6 +289,7 @@ class File(NamedTuple):
     whole_mtime: int | None
     table: Index | None
     unknown: str
+    dropped: int
 
 
 def show(path: bytes) -> str:
@@ -552,6 +559,7 @@ def file_of(raw: Any, containers: list[Container], names: tuple[bytes, ...]) -> 
         if index and mtime is None
         else None,
         unknown,
+        len(raw["dropped"]["tensors"]) if "dropped" in raw else 0,
     )
 
 
@@ -1154,14 +1162,18 @@ def publish(work: bytes, out: bytes) -> None:
         os.close(fd)
 
 
-def restore(options: argparse.Namespace) -> list[str]:
-    """Restore; what there is to say of it."""
+def restore(options: argparse.Namespace) -> tuple[list[str], int]:
+    """Restore; what there is to say of it, and the exit code."""
     store = Store(os.path.realpath(os.fsencode(options.store)))
     if not os.path.isdir(store.path):
         raise Stop(f"{show(store.path)} is not a directory")
     try:
         out = destination(os.fsencode(options.out), store.path)
         tree = Chooser(store, Wanted(options)).choose()
+        lost = [file for file in tree.files if file.dropped]
+        tree.files = [file for file in tree.files if not file.dropped]
+        if lost and not tree.files:
+            raise Dropped(f"all {len(lost)} files selected have lost tensors to --drop")
         restorer = Restorer(store, tree, options.check)
         restorer.examine()
         with workplace(out) as work:
@@ -1178,7 +1190,9 @@ def restore(options: argparse.Namespace) -> list[str]:
         said += ["Their contents were checked: all have the digests that were recorded."]
     else:
         said += ["There were no contents to check."]
-    return said
+    for file in lost:
+        say(f"not restored: {show(file.path)} lost {file.dropped} tensors to --drop")
+    return said, Dropped.code if lost else 0
 
 
 def parser() -> argparse.ArgumentParser:
@@ -1186,7 +1200,8 @@ def parser() -> argparse.ArgumentParser:
         prog="restore.py",
         description="Restore the original files of this slim checkpoint, or some of them.",
         epilog="Files without a step, and those of a step without a rank, belong to every"
-        " selection. Exit codes: 0 done, 1 the slim checkpoint is damaged, 2 anything else.",
+        " selection. Exit codes: 0 done, 1 the slim checkpoint is damaged or files lost tensors to"
+        " --drop, 2 anything else.",
     )
     found.add_argument("out", metavar="OUT", help="directory to make; must not exist")
     here = os.path.dirname(os.path.abspath(__file__))
@@ -1223,13 +1238,13 @@ def main() -> int:
         if signal.getsignal(signum) is not signal.SIG_IGN:  # nohup
             signal.signal(signum, _stop)
     try:
-        said = restore(options)
+        said, code = restore(options)
     except Damage as error:
         say(f"{error}. Nothing was restored; --file, --step or --rank may select what is sound")
         return Damage.code
     except Stop as error:
         say(f"{error}. Nothing was restored")
-        return Stop.code
+        return error.code
     except OSError as error:
         name = error.filename
         where = f"{show(os.fsencode(name))}: " if isinstance(name, (str, bytes)) else ""
@@ -1242,7 +1257,7 @@ def main() -> int:
         print("\n".join(said), flush=True)
     except OSError as error:
         say(f"{error.strerror}, while saying so: {said[0]}")
-    return 0
+    return code
 
 
 if __name__ == "__main__":

@@ -6,10 +6,11 @@ import os
 from bisect import bisect_right
 from types import TracebackType
 
-from slimckpt.errors import DamagedFileError, StoreDamagedError
+from slimckpt.errors import DamagedFileError, DroppedTensorError, StoreDamagedError
+from slimckpt.model import Span
 from slimckpt.store.index import FileIndex
 from slimckpt.store.manifest import FileEntry, Part
-from slimckpt.store.reader import Store
+from slimckpt.store.reader import NOWHERE, Run, Store
 
 
 class SplicedSource:
@@ -36,8 +37,19 @@ class SplicedSource:
             os.close(fd)
         self._fds.clear()
 
+    @property
+    def present(self) -> list[Span]:
+        """What can be read: all of the file, but for tensors that were dropped."""
+        return [Span(run.at, run.nbytes) for run in self._runs if not _left_out(run)]
+
     def read(self, offset: int, nbytes: int) -> bytes:
-        """``nbytes`` bytes at ``offset`` of the source file."""
+        """``nbytes`` bytes at ``offset`` of the source file.
+
+        Raises
+        ------
+        DroppedTensorError
+            Some of them were dropped.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise DamagedFileError(
                 f"{self.label}: bytes {offset} to {offset + nbytes} are asked for, but the file"
@@ -49,6 +61,11 @@ class SplicedSource:
             run = self._runs[at]
             skip = offset + len(found) - run.at
             take = min(run.nbytes - skip, nbytes - len(found))
+            if _left_out(run):
+                raise DroppedTensorError(
+                    f"{self.label}: bytes {run.at} to {run.at + run.nbytes} belong to a tensor that"
+                    " was left out when it was slimmed (--drop)"
+                )
             if run.name is None:
                 found += bytes([run.offset]) * take
             else:
@@ -69,3 +86,7 @@ class SplicedSource:
                 )
             data += more
         return bytes(data)
+
+
+def _left_out(run: Run) -> bool:
+    return run.name is None and run.offset == NOWHERE

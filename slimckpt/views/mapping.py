@@ -8,10 +8,16 @@ from operator import attrgetter
 from typing import Any
 
 from slimckpt import dtypes
-from slimckpt.errors import AmbiguousTensorError, OpaqueTensorError, UnknownTensorError
+from slimckpt.errors import (
+    AmbiguousTensorError,
+    DroppedTensorError,
+    OpaqueTensorError,
+    UnknownTensorError,
+)
 from slimckpt.model import Tensor, encode_path
 from slimckpt.views.arrays import Array, Arrays, alike, tensor_of
 from slimckpt.views.names import Names
+from slimckpt.views.plain import PlainTensors
 from slimckpt.views.providers import Member
 
 Found = tuple[Member, int]
@@ -34,6 +40,8 @@ class TensorView(Mapping[str, Array]):
         Two have the name, and differ.
     OpaqueTensorError
         It is not an array.
+    DroppedTensorError
+        It was left out when the checkpoint was slimmed. (A ``KeyError``.)
     ClosedError
         The checkpoint was closed.
     """
@@ -44,6 +52,7 @@ class TensorView(Mapping[str, Array]):
         self._arrays = arrays
         self._built: Names | None = None
         self._agreed: dict[str, bool] = {}
+        self._plains: dict[int, PlainTensors] = {}
 
     @abstractmethod
     def _members(self) -> list[Member]:
@@ -57,11 +66,16 @@ class TensorView(Mapping[str, Array]):
     def _names(self) -> Names:
         self._arrays.backend.require_open()
         if self._built is None:
-            tables = [member.holding.require() for member in self._members()]
-            self._built = Names(tables, self._keyed_by_path)
+            holdings = [member.holding for member in self._members()]
+            tables = [holding.require() for holding in holdings]
+            dropped = [holding.dropped() for holding in holdings]
+            self._built = Names(tables, dropped, self._keyed_by_path)
         return self._built
 
     def __getitem__(self, name: str) -> Array:
+        plain = self._plain(name)
+        if plain is not None:
+            return plain
         member, row = self._find(name)
         return self._arrays.array(member.holding, row)
 
@@ -84,6 +98,12 @@ class TensorView(Mapping[str, Array]):
     def opaque(self) -> tuple[str, ...]:
         """Names of entries that are not arrays: strings, unknown types. See :meth:`raw`."""
         return tuple(self._names.opaque)
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """Names of tensors that were left out when it was slimmed (``--drop``): they are not in
+        the mapping, but :meth:`info` still tells what they were."""
+        return tuple(reversed(self._names.dropped))
 
     def info(self, name: str) -> Tensor:
         """What is known of a tensor without touching its bytes: dtype, shape and the like.
@@ -128,9 +148,25 @@ class TensorView(Mapping[str, Array]):
             raise UnknownTensorError(f"{self._what()} has no tensor {name!a}; it has {len(self)}")
         return found
 
+    def _plain(self, name: str) -> Array | None:
+        """The array of a name that one plain tensor has."""
+        found = None if self._arrays.writable else self._names.only(name)
+        if found is None:
+            return None
+        table, row = found
+        if table not in self._plains:
+            holding = self._members()[table].holding
+            self._plains[table] = PlainTensors(holding, self._arrays.backend)
+        return self._plains[table].array(row)
+
     def _find(self, name: str, opaque: bool = False) -> Found:
         """The one tensor of that name, or one of several that do not differ."""
         found = self._all(name)
+        if name in self._names.dropped:
+            raise DroppedTensorError(
+                f"{found[0][0].holding.label}: {name!a} was left out when it was slimmed (--drop);"
+                " its bytes are not in the slim checkpoint"
+            )
         if not opaque and name in self._names.opaque:
             holding, row = found[0][0].holding, found[0][1]
             raise OpaqueTensorError(

@@ -18,7 +18,9 @@ class Names:
     Twenty thousand names take a few milliseconds; no object is made for a tensor.
     """
 
-    def __init__(self, tables: Sequence[Table], by_path: bool = False) -> None:
+    def __init__(
+        self, tables: Sequence[Table], dropped: Sequence[Sequence[int]], by_path: bool = False
+    ) -> None:
         counts = [table.n_tensors for table in tables]
         self._starts = [0, *accumulate(counts)]
         labels = [
@@ -26,12 +28,23 @@ class Names:
         ]
         self._rows: dict[str, int] = {}
         self._more: dict[str, list[int]] = {}
-        if len(dict.fromkeys(labels)) == len(labels):
+        gone = {
+            row + start for rows, start in zip(dropped, self._starts, strict=False) for row in rows
+        }
+        if gone:
+            for row, label in enumerate(labels):
+                if row not in gone and self._rows.setdefault(label, row) != row:
+                    self._more.setdefault(label, []).append(row)
+        elif len(dict.fromkeys(labels)) == len(labels):
             self._rows = dict(zip(labels, range(len(labels)), strict=True))
         else:
             for row, label in enumerate(labels):
                 if self._rows.setdefault(label, row) != row:
                     self._more.setdefault(label, []).append(row)
+        self.dropped = {
+            labels[row]: row for row in sorted(gone, reverse=True) if labels[row] not in self._rows
+        }
+        """Names of nothing but tensors that were left out."""
         self.opaque: dict[str, None] = {}
         """Names of nothing but entries that are not arrays."""
         unreadable = {
@@ -41,7 +54,9 @@ class Names:
         }
         for row in sorted(unreadable):
             label = labels[row]
-            if unreadable.issuperset((self._rows[label], *self._more.get(label, ()))):
+            if label in self._rows and unreadable.issuperset(
+                (self._rows[label], *self._more.get(label, ()))
+            ):
                 self.opaque[label] = None
 
     def __len__(self) -> int:
@@ -56,9 +71,20 @@ class Names:
     def __contains__(self, name: object) -> bool:
         return name in self._rows and name not in self.opaque
 
+    def only(self, name: str) -> tuple[int, int] | None:
+        """The ``(table, row)`` of a name that one array has, and nothing else."""
+        row = self._rows.get(name)
+        if row is None or name in self._more or name in self.opaque:
+            return None
+        table = bisect_right(self._starts, row) - 1
+        return table, row - self._starts[table]
+
     def rows(self, name: str) -> list[tuple[int, int]]:
-        """Every ``(table, row)`` of a name, of opaque entries too; nothing where there is none."""
-        first = self._rows.get(name)
+        """Every ``(table, row)`` of a name, of opaque entries too; nothing where there is none.
+
+        Of a name of which all that had it were left out, one of them.
+        """
+        first = self._rows.get(name, self.dropped.get(name))
         if first is None:
             return []
         found = []

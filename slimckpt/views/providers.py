@@ -10,6 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from slimckpt.analysis.roles import role_of, step_key
 from slimckpt.analysis.scan import ScanUnit, fill_in, scan_unit, source_files
 from slimckpt.analysis.tree import walk
@@ -20,8 +23,8 @@ from slimckpt.errors import (
     SlimckptError,
     StoreDamagedError,
 )
-from slimckpt.model import Role, SourceFile, StepLabel, Table
-from slimckpt.store.index import FileIndex
+from slimckpt.model import Ints, Role, SourceFile, StepLabel, Table
+from slimckpt.store.index import IN_SKELETON, STORED, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import Store
 
@@ -43,6 +46,15 @@ class Stretch(NamedTuple):
     offset: int
     nbytes: int
     size: int
+
+
+class Places(NamedTuple):
+    """For each payload the number of a file, -1 where it is in several pieces or in none, and the
+    offset there; ``files`` are paths and sizes."""
+
+    files: list[tuple[bytes, int]]
+    file: Ints
+    offset: Ints
 
 
 class Holding(ABC):
@@ -80,6 +92,14 @@ class Holding(ABC):
     @abstractmethod
     def stretches(self, payload: int) -> list[Stretch]:
         """Where the bytes of a payload are, in stream order."""
+
+    @abstractmethod
+    def places(self) -> Places:
+        """Where all payloads are, of those that lie in one piece."""
+
+    def dropped(self) -> list[int]:
+        """Rows of tensors that were left out when it was slimmed."""
+        return []
 
     @abstractmethod
     def digest(self, payload: int) -> bytes | None:
@@ -190,6 +210,9 @@ class _SourceHolding(Holding):
     def stretches(self, payload: int) -> list[Stretch]:
         return [Stretch(self._path, *span, self.size) for span in self.table.spans(payload)]
 
+    def places(self) -> Places:
+        return _in_place(self.table, self._path, self.size)
+
     def digest(self, payload: int) -> bytes | None:
         return None
 
@@ -254,6 +277,9 @@ class _StoreHolding(Holding):
     def table(self) -> Table:
         return self.index.table
 
+    def dropped(self) -> list[int]:
+        return self.index.dropped_tensors()
+
     def stretches(self, payload: int) -> list[Stretch]:
         whole = self._entry.skeleton
         found = []
@@ -267,9 +293,50 @@ class _StoreHolding(Holding):
             found.append(Stretch(self._store.absolute(name), offset, nbytes, size))
         return found
 
+    def places(self) -> Places:
+        skeleton = self._entry.skeleton
+        if skeleton.kind == "whole":
+            return _in_place(self.table, self._store.absolute(skeleton.name), skeleton.nbytes)
+        files = [(self._store.absolute(c.name), c.nbytes) for c in self._part.containers]
+        places = self.index.places
+        file = np.where(places.kind == STORED, places.container.astype(np.int64), -1)
+        offset = np.where(places.kind == STORED, places.offset, 0)
+        if skeleton.kind == "stored":
+            inside = (places.kind == IN_SKELETON) & _single(self.table)
+            start = self.index.in_skeleton(_first_spans(self.table))
+            inside &= start + self.table.payload_nbytes <= skeleton.nbytes
+            file[inside], offset[inside] = skeleton.container, skeleton.offset + start[inside]
+        sizes = np.array([nbytes for _, nbytes in files], np.int64)
+        known = (file >= 0) & (file < len(files))
+        end = offset + self.table.payload_nbytes
+        known[known] = (offset[known] >= 0) & (end[known] <= sizes[file[known]])
+        return Places(files, np.where(known, file, -1), offset)
+
     def digest(self, payload: int) -> bytes | None:
         found = self.index.places.digest[payload].tobytes()
         return found if any(found) else None
+
+
+def _single(table: Table) -> npt.NDArray[np.bool_]:
+    """For each payload, whether it has one span."""
+    found: npt.NDArray[np.bool_] = np.diff(table.columns["span_end"], prepend=0) == 1
+    return found
+
+
+def _first_spans(table: Table) -> Ints:
+    """Where each payload's first span lies in the file; 0 for one without any."""
+    ends = table.columns["span_end"]
+    starts = np.concatenate([[0], ends[:-1]]).astype(np.int64)
+    offsets = np.append(table.columns["span_offset"], 0)
+    found: Ints = offsets[np.minimum(starts, len(offsets) - 1)]
+    return found
+
+
+def _in_place(table: Table, path: bytes, size: int) -> Places:
+    """Payloads as they lie in the source file."""
+    offset = _first_spans(table)
+    inside = _single(table) & (offset + table.payload_nbytes <= size)
+    return Places([(path, size)], np.where(inside, 0, -1), offset)
 
 
 def _linked(path: bytes, first: Role) -> Role:

@@ -14,7 +14,8 @@ from slimckpt.errors import DamagedFileError
 from slimckpt.model import Role, SourceFile, Stat, Table, TableBuilder
 from slimckpt.sources.backends import Backend, MmapBackend, PreadBackend
 from slimckpt.views.arrays import Arrays
-from slimckpt.views.providers import Holding, Stretch
+from slimckpt.views.plain import PlainTensors
+from slimckpt.views.providers import Holding, Places, Stretch
 
 DATA = np.random.default_rng(5).bytes(4096)
 DTYPES = {"U8": "<u1", "I16": "<i2", "U32": "<u4", "I64": "<i8"}
@@ -46,6 +47,12 @@ class HoldingByHand(Holding):
 
     def stretches(self, payload: int) -> list[Stretch]:
         return self._stretches
+
+    def places(self) -> Places:
+        path, offset, nbytes, size = self._stretches[0]
+        alone = len(self._stretches) == 1 and path is not None and offset + nbytes <= size
+        number = np.full(1, 0 if alone else -1)
+        return Places([(path or b"", size)], number, np.full(1, offset))
 
     def digest(self, payload: int) -> bytes | None:
         return None
@@ -112,7 +119,9 @@ def test_any_tensor_of_any_payload_has_the_elements_that_one_by_one_give(
         )
         holding = HoldingByHand(os.fsencode(path), builder.build(), stretches)
         arrays = Arrays(kind(DamagedFileError), writable)
+        plain = PlainTensors(holding, MmapBackend()).array(0)
         if None in wanted:
+            assert plain is None
             with pytest.raises(DamagedFileError, match="m: tensor 'w'"):
                 arrays.array(holding, 0)
             return
@@ -120,6 +129,14 @@ def test_any_tensor_of_any_payload_has_the_elements_that_one_by_one_give(
         assert (found.shape, found.dtype) == (shape, np.dtype(dtype))
         assert found.tobytes() == b"".join(body for body in wanted if body is not None)
         assert found.flags.writeable == writable
+        if plain is not None:
+            assert (plain.shape, plain.dtype, plain.tobytes()) == (
+                found.shape,
+                found.dtype,
+                found.tobytes(),
+            )
+            assert not plain.flags.writeable
+            assert plain.flags.aligned or plain.nbytes >= 1024
         assert arrays.raw(holding, 0) == found.tobytes()
         if not writable and 0 < found.nbytes < 1024:
             assert found.flags.aligned
