@@ -125,6 +125,12 @@ def copy_range(
         source_offset, offset, nbytes = source_offset + done, offset + done, nbytes - done
 
 
+def copy_in_kernel(source: int, fd: int, nbytes: int, path: bytes) -> int:
+    """Copy the first bytes of a file inside the kernel, or raise where it refuses; how many."""
+    _about_to("write", path)
+    return os.copy_file_range(source, fd, nbytes, 0, 0)
+
+
 def clone(source: int, fd: int, path: bytes) -> bool:
     """Make ``fd`` share all blocks of ``source``, where the file system can; whether it did."""
     _about_to("clone", path)
@@ -173,6 +179,12 @@ def rename_new(source: bytes, target: bytes) -> None:
     os.rename(source, target)
 
 
+def rename_over(source: bytes, target: bytes) -> None:
+    """Rename a file, in place of ``target`` if that exists."""
+    _about_to("rename", target)
+    os.replace(source, target)
+
+
 def link(source: bytes, target: bytes) -> None:
     _about_to("link", target)
     os.link(source, target, follow_symlinks=False)
@@ -203,6 +215,12 @@ def change_mtime(path: bytes, mtime: int) -> None:
     """Set the modification time, in nanoseconds; of a symbolic link itself."""
     _about_to("utime", path)
     os.utime(path, ns=(mtime, mtime), follow_symlinks=False)
+
+
+def change_times(path: bytes, atime: int, mtime: int) -> None:
+    """Set both times, in nanoseconds."""
+    _about_to("utime", path)
+    os.utime(path, ns=(atime, mtime))
 
 
 def directories_in(path: bytes) -> list[bytes]:

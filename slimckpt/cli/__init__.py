@@ -16,6 +16,7 @@ from slimckpt.signals import STOPPED, STOPPING, on_stop
 
 COMMANDS = {
     "analyze": "Show what is replicated in SRC, and what slimming it would save.",
+    "doctor": "Say what this machine, its libraries and the file system of PATH can do.",
     "ls": "List what PATH holds: files, or with --step and --rank the tensors in them.",
     "restore": "Write the original files of STORE, all or a selection, to DST.",
     "slim": "Write DST, a slim checkpoint: the files of SRC with what they share stored once.",
