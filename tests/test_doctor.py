@@ -245,6 +245,16 @@ def test_a_full_file_system_stands_in_the_way(run: Path, monkeypatch: pytest.Mon
     assert serious(found) == [f"{run} has no space left; free some"]
 
 
+def test_what_a_full_disk_stops_is_not_said_not_to_work(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(effects, "write_at", refusing(OSError(28, "No space left on device")))
+    found = examine(run, quick=True)
+    assert serious(found) == [f"{run}: not everything could be tried: No space left on device"]
+    assert trial_of(found, "permission bits").works is None
+    assert trial_of(found, "fsync of directories").works is True
+
+
 def test_speeds_are_those_of_what_was_written_and_of_a_tenth_of_what_is_free(
     run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

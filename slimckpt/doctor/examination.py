@@ -192,6 +192,9 @@ def _try(result: Examination, target: bytes, usable: bool, quick: bool) -> None:
             result.remark(f"{_label(place)} {system.not_tried}; {advice}", serious=writable)
     if system.tried_in is None:
         system.trials = trials.not_tried(system.not_tried)
+        return
+    for why in sorted({trial.detail for trial in system.trials if trial.works is None}):
+        result.remark(f"{system.tried_in}: not everything could be tried: {why}", serious=True)
     for trial in system.trials:
         if trial.works is False and trial.consequence:
             text = f"{trial.name}: {trial.detail}; {trial.consequence}"

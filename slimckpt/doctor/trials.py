@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -16,6 +17,8 @@ from slimckpt.model import show_path
 _BODY = b"slimckpt" * 8192
 _FAR = 8 * 1024 * 1024
 _RESERVED = 1024 * 1024
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+"""What these stop says nothing about what would work."""
 _TIME = 1_500_000_000_123_456_789
 
 
@@ -61,6 +64,8 @@ def _try(
         return Trial(name, None, str(missing))
     except (OSError, ValueError, RuntimeError) as error:  # h5py raises all of them
         reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) in _FULL:
+            return Trial(name, None, reason)
         return Trial(name, False, reason, consequence, serious)
     return Trial(name, True)
 

@@ -50,7 +50,9 @@ def test_the_installed_command_and_the_module_enter_by_the_same_door() -> None:
     assert '\nslimckpt = "slimckpt.__main__:main"\n' in (ROOT / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["slim", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["slim", "--help"], ["doctor", "-h"]]
+)
 def test_help_needs_no_numpy(arguments: list[str], tmp_path: Path) -> None:
     (tmp_path / "numpy.py").write_text("raise SystemExit('numpy was imported')")
     ran = run_with(tmp_path, *arguments)
