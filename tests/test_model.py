@@ -237,3 +237,25 @@ def test_written_ranks_name_exactly_the_ranks(ranks: set[int]) -> None:
 )
 def test_a_path_is_shown_without_anything_a_terminal_would_obey(path: bytes, text: str) -> None:
     assert show_path(path) == text
+
+
+def test_plain_tensors_added_at_once_are_as_if_added_one_by_one() -> None:
+    names = ["a", "", "größe", "b.c"]
+    dtypes, shapes = ["F32", "BF16", "F32", "I8"], [[2, 3], [], [0, 4], [5]]
+    spans = [(100, 24), (124, 2), (126, 0), (126, 5)]
+    at_once, singly = TableBuilder(), TableBuilder()
+    for builder in (at_once, singly):
+        builder.tensor(
+            "before", "U8", [7], 7, payload=builder.payload([(0, 3), (50, 4)]), path="x/y"
+        )
+    at_once.plain(names, dtypes, shapes, spans)
+    for name, dtype, shape, span in zip(names, dtypes, shapes, spans, strict=True):
+        payload = singly.payload([span]) if span[1] else None
+        singly.tensor(name, dtype, shape, span[1], payload=payload)
+    for builder in (at_once, singly):
+        builder.tensor("after", "F32", [1], 4, payload=builder.payload([(200, 4)]))
+    one, other = at_once.build(), singly.build()
+    assert (one.dtypes, one.encodings, one.fills) == (other.dtypes, other.encodings, other.fills)
+    for name, column in one.columns.items():
+        assert column.dtype == other.columns[name].dtype, name
+        assert column.tolist() == other.columns[name].tolist(), name

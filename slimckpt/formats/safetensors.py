@@ -11,6 +11,7 @@ MindSpore (2.10, ``serialization.py``) writes safetensors with two marks of its 
 from __future__ import annotations
 
 import json
+import math
 import struct
 import zlib
 from typing import Any, NamedTuple
@@ -29,6 +30,9 @@ _INT_DTYPES = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 _MAX_UNKNOWN_DTYPES = 1000
 _FACT_ENTRIES, _FACT_CHARS = 64, 8192
 _BLOCK = 4 * 1024 * 1024
+
+
+_DIGITS = bytes(ord("0") if chr(code) in "0123456789" else code for code in range(256))
 
 
 class _Entry(NamedTuple):
@@ -61,11 +65,12 @@ class Safetensors(Format):
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         metadata, entries, data = _read_header(source)
-        for name, dtype, shape, start, end in entries:
-            if dtype == "I8" and metadata.get(name) == "Int4":
-                dtype = "I4X2"
-            payload = table.payload([(data + start, end - start)]) if end > start else None
-            table.tensor(name, dtype, shape, end - start, payload=payload)
+        table.plain(
+            [entry.name for entry in entries],
+            [_dtype(entry, metadata) for entry in entries],
+            [entry.shape for entry in entries],
+            [(data + entry.start, entry.end - entry.start) for entry in entries],
+        )
         return _facts(metadata)
 
     def check(self, source: ByteSource) -> str | None:
@@ -104,13 +109,7 @@ def _read_header(source: ByteSource) -> _Header:
     if raw[:1] != b"{":
         raise damaged(f"expected a header that starts with '{{', found {raw[:1]!r}")
     try:
-        header = json.loads(
-            raw.decode(),
-            object_pairs_hook=_object,
-            parse_int=_non_negative,
-            parse_float=_no_number,
-            parse_constant=_no_number,
-        )
+        header = _load(raw)
     except (ValueError, RecursionError) as error:
         # RecursionError has no text worth showing.
         why = "nested too deeply" if isinstance(error, RecursionError) else str(error)
@@ -123,12 +122,49 @@ def _read_header(source: ByteSource) -> _Header:
     entries = []
     for name, entry in header.items():
         try:
-            entries.append(_entry(name, entry))
+            entries.append(_plain_entry(name, entry) or _entry(name, entry))
         except ValueError as error:
             raise damaged(f"tensor {_show(name)}: {error}") from None
     entries.sort(key=lambda entry: entry[3:])
     _refuse_gaps(source, entries, 8 + length)
     return _Header(metadata, entries, 8 + length)
+
+
+def _dtype(entry: _Entry, metadata: dict[str, str]) -> str:
+    if entry.dtype == "I8" and metadata.get(entry.name) == "Int4":
+        return "I4X2"
+    return entry.dtype
+
+
+def _load(raw: bytes) -> Any:
+    """The header as JSON, without any key there twice.
+
+    Looking at every object for keys that are there twice takes longer than all the rest. But
+    without escapes every string has two quotes, so that a key too many shows in their number.
+    """
+    if b"\\" not in raw and not _has_odd_numbers(raw):
+        header = json.loads(raw.decode(), parse_float=_no_number, parse_constant=_no_number)
+        metadata = header.get(_METADATA)
+        entries = len(header) - (metadata is not None)
+        strings = 5 * entries
+        if type(metadata) is dict:
+            strings += 1 + 2 * len(metadata)
+        if raw.count(b'"') == 2 * strings:
+            return header
+    return json.loads(
+        raw.decode(),
+        object_pairs_hook=_object,
+        parse_int=_non_negative,
+        parse_float=_no_number,
+        parse_constant=_no_number,
+    )
+
+
+def _has_odd_numbers(raw: bytes) -> bool:
+    """Whether a number is negative, or longer than 64 bits can be; or a name has such a part."""
+    if b"0" * 21 in raw.translate(_DIGITS):
+        return True
+    return b"-" in raw and any(bytes([before]) + b"-" in raw for before in b"[,: \t\n\r")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -156,6 +192,21 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"expected whole numbers, found {text[:24]}")
 
 
+def _plain_entry(name: str, entry: Any) -> _Entry | None:
+    """An entry in which nothing is unusual; all others are for :func:`_entry`."""
+    try:
+        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        bits = _BITS[dtype]
+        types = {type(start), type(end), *map(type, shape)}
+    except (KeyError, TypeError, ValueError):
+        return None
+    if len(entry) != 3 or type(shape) is not list or types != {int} or min(shape, default=1) <= 0:
+        return None
+    if start < 0 or math.prod(shape) * bits != (end - start) * 8 or end >= 2**60:
+        return None
+    return _Entry(name, dtype, shape, start, end)
+
+
 def _entry(name: str, entry: Any) -> _Entry:
     """Check one entry by itself; what is wrong with it is a ``ValueError``."""
     if type(entry) is not dict or entry.keys() != _FIELDS:
@@ -166,11 +217,13 @@ def _entry(name: str, entry: Any) -> _Entry:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if type(dtype) is not str or not dtype:
         raise ValueError("expected the name of a dtype")
-    if type(shape) is not list or not all(type(dim) is int and dim < 2**63 for dim in shape):
+    if type(shape) is not list or not all(type(dim) is int and 0 <= dim < 2**63 for dim in shape):
         raise ValueError("expected a shape of whole numbers below 2^63")
     if type(offsets) is not list or [type(at) for at in offsets] != [int, int]:
         raise ValueError("expected two whole numbers as data_offsets")
     start, end = offsets
+    if start < 0:
+        raise ValueError(f"expected data_offsets from 0 on, found {start}")
     if end < start:
         raise ValueError(f"its data_offsets end before they start: {start}, {end}")
     bits = _BITS.get(dtype)

@@ -18,7 +18,7 @@ from sample_files import SAMPLES, expected
 
 from slimckpt.errors import DamagedFileError
 from slimckpt.formats import Found, check, examine
-from slimckpt.formats.safetensors import Safetensors, _crc32_of_zeros
+from slimckpt.formats.safetensors import Safetensors, _crc32_of_zeros, _has_odd_numbers
 from slimckpt.model import TableBuilder
 from slimckpt.sources.positioned import FileSource
 
@@ -494,3 +494,40 @@ def test_twenty_thousand_tensors_are_located_in_half_a_second(tmp_path: Path) ->
             fastest = min(fastest, time.process_time() - start)
     assert found.table.n_tensors == 20000
     assert fastest < 0.5
+
+
+_WORD = st.sampled_from(["w", "dtype", "shape", "data_offsets", "__metadata__", "-1", '\\"', "é"])
+_VALUE = st.recursive(
+    _WORD.map(lambda word: f'"{word}"')
+    | st.sampled_from(["0", "4", "-1", "null", "1.5", "9" * 25]),
+    lambda inner: (
+        st.lists(inner, max_size=3).map(lambda items: f"[{','.join(items)}]")
+        | st.lists(st.tuples(_WORD, inner), max_size=4).map(
+            lambda pairs: "{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}"
+        )
+    ),
+    max_leaves=12,
+)
+_ENTRY = st.sampled_from(
+    [
+        '{"dtype":"U8","shape":[4],"data_offsets":[0,4]}',
+        '{"dtype":"U8","dtype":"I8","shape":[4],"data_offsets":[0,4]}',
+        '{"dtype":"U8","shape":[-4],"shape":[4],"data_offsets":[0,4]}',
+    ]
+)
+
+
+@given(st.lists(st.tuples(_WORD, _VALUE | _ENTRY), max_size=4))
+def test_the_quick_look_at_a_header_sees_what_the_careful_one_does(
+    pairs: list[tuple[str, str]],
+) -> None:
+    header = ("{" + ",".join(f'"{key}":{value}' for key, value in pairs) + "}").encode()
+    source = BytesSource(from_header(header, bytes(4)))
+    found = []
+    for odd in (lambda raw: True, _has_odd_numbers):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("slimckpt.formats.safetensors._has_odd_numbers", odd)
+            found.append(examine(source))
+    careful, quick = found
+    assert (careful.condition, careful.facts) == (quick.condition, quick.facts)
+    assert truth_found(source.data, careful) == truth_found(source.data, quick)
