@@ -14,12 +14,13 @@ from slimckpt.errors import (
     UnfaithfulSourceError,
 )
 from slimckpt.formats.base import Format
+from slimckpt.formats.hdf5 import Hdf5
 from slimckpt.formats.mindspore import MindSpore
 from slimckpt.formats.safetensors import Safetensors
 from slimckpt.model import Condition, Table, TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
-FORMATS: tuple[Format, ...] = (Safetensors(), MindSpore())
+FORMATS: tuple[Format, ...] = (Safetensors(), Hdf5(), MindSpore())
 UNKNOWN = "unknown"
 HEAD = 4096
 

@@ -147,9 +147,19 @@ class Arrays:
     def _decoded(self, holding: Holding, tensor: Tensor, stretches: list[Stretch]) -> Bytes:
         try:
             decode = decoder(tensor.encoding)
+            assert tensor.payload is not None
+            lengths = [span.nbytes for span in holding.table.spans(tensor.payload)]
+            return _frozen(decode(_frozen(self._gather(stretches)), lengths))
         except NotUnderstoodError as error:
             raise NotUnderstoodError(f"{_name(holding, tensor)}: {error}") from None
-        return _frozen(decode(_frozen(self._gather(stretches))))
+        except MemoryError:
+            raise NotUnderstoodError(
+                f"{_name(holding, tensor)}: there is no memory for it decoded; it has"
+                f" {tensor.nbytes} bytes"
+            ) from None
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            # The stored bytes are not what their encoding says, or the encoding is none.
+            raise holding.damaged(f"{_name(holding, tensor)}: {error}") from None
 
     def _gather(self, stretches: Iterable[Stretch]) -> Bytes:
         stretches = list(stretches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -452,7 +452,7 @@ def test_an_unknown_encoding_fails_its_tensors_alone_and_names_it(view_of: View)
 def test_a_known_encoding_is_decoded_before_the_tensor_is_cut_out(
     view_of: View, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def flip(stored: Bytes, parameters: str) -> Bytes:
+    def flip(stored: Bytes, parameters: str, lengths: Sequence[int]) -> Bytes:
         return np.repeat(stored ^ np.uint8(int(parameters)), 2)
 
     monkeypatch.setitem(encodings.DECODERS, "flip", flip)
