@@ -9,8 +9,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import statistics
+import sys
 import tempfile
+from compileall import compile_dir
 from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
@@ -20,6 +24,8 @@ from benchmarks.machine import machine
 from benchmarks.turns import Result, Verdict
 from benchmarks.workshop import Options, Workshop
 from make_checkpoint import size
+
+import slimckpt
 
 MEASUREMENTS = {
     "slim": commands.slim,
@@ -54,13 +60,18 @@ def main() -> None:
     if runs < 1:
         parser.error("--runs must be at least 1")
     scale = Fraction(options.size, FULL) / (100 if options.quick else 1)
+    # As where slimckpt is installed: modules are not compiled at every start.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    compile_dir(Path(slimckpt.__file__).parent, quiet=1)
     chosen = Options(runs, options.seed, scale, options.quick)
     facts = machine()
     print("\n".join(f"{key}: {value}" for key, value in facts.items()))
     found: dict[str, Result] = {}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmark: stopped"))
     with tempfile.TemporaryDirectory(prefix="slimckpt-benchmark.") as place:
         workshop = Workshop(Path(place).resolve(), chosen)
         for name in options.names or MEASUREMENTS:
+            print(f"measuring {name}", file=sys.stderr)
             found[name] = MEASUREMENTS[name](workshop)
             print("\n" + "\n".join(table(found[name])), flush=True)
     verdicts = [verdict for result in found.values() for verdict in result.verdicts]
@@ -94,7 +105,9 @@ def table(result: Result) -> list[str]:
 
 def line(verdict: Verdict) -> str:
     says = "holds" if verdict.holds else "FAILS"
-    return f"{says}  {verdict.what}: {show(verdict.figure)} {verdict.unit}, bar {verdict.bar:g}"
+    least = "" if verdict.by_minima is None else f" ({show(verdict.by_minima)} by minima)"
+    figure = f"{show(verdict.figure)} {verdict.unit}{least}"
+    return f"{says}  {verdict.what}: {figure}, bar {verdict.bar:g}"
 
 
 def show(figure: float) -> str:

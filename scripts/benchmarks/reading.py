@@ -80,7 +80,7 @@ def open_rank(workshop: Workshop) -> Result:
     for contender in contenders:
         figure = 1000 * result.median(contender.name, "s open")
         what = f"open a rank of {tensors:,} tensors ({contender.name.partition(', ')[2]})"
-        result.judge(what, figure, 60, "ms")
+        result.judge(what, figure, 60, "ms", 1000 * min(result.all_of(contender.name, "s open")))
     return result
 
 

@@ -25,12 +25,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Verdict:
-    """A figure beside its bar; it holds where it is not above."""
+    """A figure beside its bar; it holds where it is not above.
+
+    ``by_minima`` is the figure that the smallest times give instead of the medians: far below on a
+    machine that is busy with something else.
+    """
 
     what: str
     figure: float
     bar: float
     unit: str
+    by_minima: float | None = None
 
     @property
     def holds(self) -> bool:
@@ -68,14 +73,17 @@ class Result:
     def median(self, name: str, key: str = "s") -> float:
         return statistics.median(self.all_of(name, key))
 
-    def judge(self, what: str, figure: float, bar: float, unit: str) -> None:
-        self.verdicts.append(Verdict(what, figure, bar, unit))
+    def judge(
+        self, what: str, figure: float, bar: float, unit: str, by_minima: float | None = None
+    ) -> None:
+        self.verdicts.append(Verdict(what, figure, bar, unit, by_minima))
 
     def judge_ratio(self, what: str, name: str, bar: float, other: str, key: str = "s") -> None:
         """The median of a contender, in medians of another; nothing where that is missing."""
         if self.turns.get(name) and self.turns.get(other):
             ratio = self.median(name, key) / self.median(other, key)
-            self.judge(what, ratio, bar, f"x {other}")
+            least = min(self.all_of(name, key)) / min(self.all_of(other, key))
+            self.judge(what, ratio, bar, f"x {other}", least)
 
     def as_json(self) -> dict[str, Any]:
         found = asdict(self)
