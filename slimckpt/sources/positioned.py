@@ -25,6 +25,22 @@ class ByteSource(Protocol):
         """All ``nbytes`` bytes at ``offset``, or :class:`~slimckpt.errors.DamagedFileError`."""
 
 
+class Section:
+    """``nbytes`` bytes at ``start`` of another source, as a source of their own."""
+
+    def __init__(self, source: ByteSource, start: int, nbytes: int) -> None:
+        self.source, self.start = source, start
+        self.label, self.size = source.label, nbytes
+
+    def read(self, offset: int, nbytes: int) -> bytes:
+        if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
+            raise DamagedFileError(
+                f"{self.label}: bytes {offset} to {offset + nbytes} are asked for of a part that"
+                f" has {self.size}; it looks truncated"
+            )
+        return self.source.read(self.start + offset, nbytes)
+
+
 class FileSource:
     """A source file opened for reading: exact reads by position, with a small window.
 
