@@ -17,7 +17,7 @@ from slimckpt.dtypes import OPAQUE
 from slimckpt.errors import UsageError
 from slimckpt.model import Table
 
-__all__ = ["CATEGORIES", "MASTER", "OPTIMIZER", "WEIGHTS", "categorize", "parameter_of"]
+__all__ = ["CATEGORIES", "GRADIENT", "MASTER", "OPTIMIZER", "WEIGHTS", "categorize", "parameter_of"]
 
 WEIGHTS = ("embedding", "attention", "mlp", "norm", "bias", "weight")
 """Kinds of weights; ``weight`` is any that is none of the others."""

@@ -10,23 +10,28 @@ from typing import Any
 
 import numpy as np
 
+from slimckpt.analysis.actions import Saving, repeated_steps, savings, stored_nbytes
 from slimckpt.analysis.categories import CATEGORIES, categorize
+from slimckpt.analysis.constants import constant_classes
+from slimckpt.analysis.dead_weight import dead_nbytes
+from slimckpt.analysis.parameters import StepCost, step_costs
 from slimckpt.analysis.roles import step_key
 from slimckpt.analysis.scan import scan
 from slimckpt.analysis.sharing import (
     Bodies,
+    Mask,
     Sharing,
+    classes,
     decide,
-    first_users,
     hash_files,
     sample,
 )
 from slimckpt.analysis.tree import Tree
-from slimckpt.model import Catalog, Ints, SourceFile, StepLabel, compact_ranks
+from slimckpt.model import HOME_PAYLOAD, Bytes, Catalog, Ints, SourceFile, StepLabel, compact_ranks
 from slimckpt.progress import Progress
 from slimckpt.sources.digest import Digests
 
-SCHEMA = "slimckpt.analyze/1"
+SCHEMA = "slimckpt.analyze/2"
 
 
 @dataclass(slots=True)
@@ -53,10 +58,26 @@ class ReplicaGroup:
 
 
 @dataclass(slots=True)
-class Report:
-    """The result of ``analyze``. Without ``exact``, what is saved is an upper bound."""
+class Remark:
+    """Payloads of one kind: how many, their bytes as they are stored now, and a tensor or file."""
 
-    source: str
+    payloads: int
+    nbytes: int
+    example: str
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of ``analyze``.
+
+    Without ``exact``, what is saved and what is constant are upper bounds. ``by_root`` is there for
+    several sources only. ``constants`` are payloads of one element over and over, ``dead`` bytes of
+    payloads that no tensor views. ``repeated_steps`` are a run, a step, and the earlier step of
+    which it has all the tensors. ``savings`` starts with what slimming saves; the others come on
+    top of it and are policy, not redundancy.
+    """
+
+    sources: list[str]
     exact: bool
     files: int
     tensors: int
@@ -65,19 +86,30 @@ class Report:
     runs: list[str]
     ranks: str
     total: Amount
+    by_root: list[tuple[str, Amount]]
     by_step: list[tuple[str, StepLabel | None, Amount]]
     by_category: dict[str, Amount]
+    step_costs: list[StepCost]
     groups: list[ReplicaGroup]
     groups_total: int
+    constants: Remark
+    dead: Remark
+    repeated_steps: list[tuple[str, StepLabel, StepLabel]]
+    savings: list[Saving]
     not_slimmed: list[tuple[str, str, int]]
     gain: bool
     notes: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values under the versioned schema ``slimckpt.analyze/1``."""
+        """Plain values under the versioned schema ``slimckpt.analyze/2``."""
         found = asdict(self)
+        found["by_root"] = [{"root": root, **asdict(amount)} for root, amount in self.by_root]
         found["by_step"] = [
             {"run": run, "step": step, **asdict(amount)} for run, step, amount in self.by_step
+        ]
+        found["repeated_steps"] = [
+            {"run": run, "step": step, "repeats": earlier}
+            for run, step, earlier in self.repeated_steps
         ]
         found["not_slimmed"] = [
             {"path": path, "reason": reason, "nbytes": nbytes}
@@ -99,6 +131,7 @@ def analyze_tree(
     """Scan, find what is the same, and count."""
     progress.start("reading headers", len(tree.files))
     catalog = scan(tree, executor, progress.advance)
+    codes = categorize(catalog.table, overrides)
     bodies = Bodies(catalog, tree.root)
     if exact:
         digests = Digests(bodies.nbytes)
@@ -107,30 +140,37 @@ def analyze_tree(
         hash_files(bodies, everything, executor, digests, progress.advance)
     else:
         digests = sample(bodies, executor)
-    sharing = decide(bodies, digests, min_saving)
-    return _report(tree, bodies, sharing, exact, overrides, most_groups)
+    class_of = classes(bodies, digests)
+    constant = constant_classes(bodies, class_of, digests if exact else None, executor)
+    return _report(tree, bodies, digests, class_of, constant, codes, exact, min_saving, most_groups)
 
 
 def _report(
     tree: Tree,
     bodies: Bodies,
-    sharing: Sharing,
+    digests: Digests,
+    class_of: Ints,
+    constant: Mask,
+    codes: Bytes,
     exact: bool,
-    overrides: Sequence[tuple[str, str]],
+    min_saving: float,
     most_groups: int,
 ) -> Report:
     catalog = bodies.catalog
-    files = catalog.files
-    category = body_categories(bodies, overrides)
-    before, after = _weigh(bodies, sharing)
+    files, payloads = catalog.files, bodies.n_payloads
+    sharing = decide(bodies, digests, min_saving, None, class_of)
+    category = body_categories(bodies, codes)
+    before = _counted(bodies)
+    after = stored_nbytes(bodies, sharing, before)
     groups = _groups(bodies, sharing)
     formats: dict[str, int] = {}
     for file in files:
         name = file.format if file.condition in ("understood", "store") else _kind(file)
         formats[name] = formats.get(name, 0) + 1
     steps = sorted({f.role.step for f in files if f.role.step is not None}, key=step_key)
+    per_file = [_per_file(bodies, nbytes) for nbytes in (before, after)]
     report = Report(
-        source=os.fsdecode(tree.root),
+        sources=[os.fsdecode(root) for root, _ in tree.roots] or [os.fsdecode(tree.root)],
         exact=exact,
         files=len(files),
         tensors=catalog.table.n_tensors,
@@ -139,13 +179,21 @@ def _report(
         runs=sorted({f.role.run for f in files if f.understood}),
         ranks=compact_ranks(f.role.rank for f in files if f.role.rank is not None),
         total=Amount(int(before.sum()), int(after.sum())),
-        by_step=_by_step(bodies, before, after),
+        by_root=_by_root(tree, *per_file),
+        by_step=_by_step(files, *per_file),
         by_category={
             name: Amount(int(before[category == code].sum()), int(after[category == code].sum()))
             for code, name in enumerate(CATEGORIES)
         },
+        step_costs=step_costs(bodies, class_of, before, category, codes, constant),
         groups=groups[:most_groups],
         groups_total=len(groups),
+        constants=_remark(
+            bodies, np.where(constant[class_of[:payloads]], bodies.nbytes[:payloads], 0)
+        ),
+        dead=_remark(bodies, dead_nbytes(catalog.table)),
+        repeated_steps=repeated_steps(bodies, class_of),
+        savings=savings(bodies, digests, sharing, before, codes, min_saving),
         not_slimmed=_not_slimmed(bodies, sharing),
         gain=bool((after < before).any()),
     )
@@ -163,50 +211,66 @@ def _kind(file: SourceFile) -> str:
     return f"{file.format} ({file.condition})" if file.format != "unknown" else "other files"
 
 
-def body_categories(bodies: Bodies, overrides: Sequence[tuple[str, str]] = ()) -> Ints:
+def body_categories(bodies: Bodies, codes: Bytes) -> Bytes:
     """A number into ``CATEGORIES`` for each body: that of its first tensor; ``other`` for bytes
     outside tensors."""
-    table = bodies.catalog.table
-    other = CATEGORIES.index("other")
-    found = np.full(len(bodies), other, np.int64)
-    starts, rows = table.tensors_of_payloads()
+    found = np.full(len(bodies), CATEGORIES.index("other"), np.uint8)
+    starts, rows = bodies.catalog.table.tensors_of_payloads()
     used = np.flatnonzero(starts[1:] > starts[:-1])
-    codes = categorize(table, overrides)
     found[used] = codes[rows[starts[used]]]
     return found
 
 
-def _weigh(bodies: Bodies, sharing: Sharing) -> tuple[Ints, Ints]:
-    """Bytes of each body before, and what of them is stored after. Payloads that stay in the
-    skeleton count for themselves, the skeleton for the rest."""
-    before = bodies.nbytes.copy()
+def _counted(bodies: Bodies) -> Ints:
+    """Bytes of each body. Payloads that stay in the skeleton count for themselves, the skeleton for
+    the rest."""
+    nbytes: Ints = bodies.nbytes.copy()
     table = bodies.catalog.table
     inside = np.where(table.stored_apart, 0, table.payload_nbytes)
-    np.add.at(before, bodies.n_payloads + bodies.file[: bodies.n_payloads], -inside)
-    after = before.copy()
-    shared = sharing.shared(bodies)
-    again = shared & ~first_users(bodies, sharing)
-    after[again] = 0
-    # A skeleton stored elsewhere takes the small payloads inside it along.
-    gone = again[bodies.n_payloads :][bodies.file[: bodies.n_payloads]]
-    after[: bodies.n_payloads][gone & ~table.stored_apart] = 0
-    return before, after
+    np.add.at(nbytes, bodies.n_payloads + bodies.file[: bodies.n_payloads], -inside)
+    return nbytes
+
+
+def _per_file(bodies: Bodies, nbytes: Ints) -> Ints:
+    found = np.zeros(bodies.n_files, np.int64)
+    np.add.at(found, bodies.file, nbytes)
+    return found
+
+
+def _by_root(tree: Tree, before: Ints, after: Ints) -> list[tuple[str, Amount]]:
+    found, first = [], 0
+    for root, count in tree.roots:
+        here = slice(first, first + count)
+        found.append((os.fsdecode(root), Amount(int(before[here].sum()), int(after[here].sum()))))
+        first += count
+    return found
 
 
 def _by_step(
-    bodies: Bodies, before: Ints, after: Ints
+    files: Sequence[SourceFile], before: Ints, after: Ints
 ) -> list[tuple[str, StepLabel | None, Amount]]:
-    files = bodies.catalog.files
     found: dict[tuple[str, StepLabel | None], Amount] = {}
-    per_file = [np.zeros(bodies.n_files, np.int64) for _ in range(2)]
-    for sums, weights in zip(per_file, (before, after), strict=True):
-        np.add.at(sums, bodies.file, weights)
-    for number, file in enumerate(files):
+    for file, now, then in zip(files, before.tolist(), after.tolist(), strict=True):
         amount = found.setdefault((file.role.run, file.role.step), Amount())
-        amount.before += int(per_file[0][number])
-        amount.after += int(per_file[1][number])
+        amount.before += now
+        amount.after += then
     order = sorted(found, key=lambda key: (key[0], step_key(key[1])))
     return [(run, step, found[run, step]) for run, step in order]
+
+
+def _remark(bodies: Bodies, nbytes: Ints) -> Remark:
+    """Of payloads of which ``nbytes`` each count; the example is the largest."""
+    if not nbytes.any():
+        return Remark(0, 0, "")
+    catalog = bodies.catalog
+    payload = int(nbytes.argmax())
+    tensors = np.flatnonzero(
+        (catalog.table.columns["home"] == HOME_PAYLOAD)
+        & (catalog.table.columns["home_row"] == payload)
+    )
+    label = catalog.files[bodies.file[payload]].label
+    example = f"{catalog.table.name(int(tensors[0]))} in {label}" if len(tensors) else label
+    return Remark(int((nbytes > 0).sum()), int(nbytes.sum()), example)
 
 
 def payload_groups(bodies: Bodies, sharing: Sharing) -> list[list[int]]:

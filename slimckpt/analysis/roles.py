@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from enum import Flag
@@ -116,6 +117,21 @@ def assign_roles(paths: Sequence[bytes]) -> list[Role]:
         while directory and directory not in runs:
             directory = directory.rpartition("/")[0]
         role.run = directory
+    return roles
+
+
+def roles_below(root: bytes, paths: Sequence[bytes]) -> list[Role]:
+    """The role of each file of one of several trees, whose ``paths`` start with its ``root``.
+
+    The name of the root counts (``checkpoint-10``), what is above it does not. Runs are named from
+    the root on, so that those of different trees stay apart.
+    """
+    above = root[: len(root) - len(os.path.basename(root))]
+    roles = assign_roles([path[len(above) :] for path in paths])
+    for role in roles:
+        stated = not (role.step is None and role.rank is None and not role.coords)
+        nowhere = not (stated or role.run)
+        role.run = encode_path(root) if nowhere else (encode_path(above) + role.run).rstrip("/")
     return roles
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from slimckpt.analysis.roles import assign_roles
+from slimckpt.analysis.roles import assign_roles, roles_below
 from slimckpt.analysis.tree import Tree
 from slimckpt.errors import UnfaithfulSourceError
 from slimckpt.formats import Found, examine
@@ -61,7 +61,10 @@ def _tables(
 
 def source_files(tree: Tree) -> list[SourceFile]:
     """The files of a tree with their roles, not yet examined."""
-    roles = assign_roles([file.path for file in tree.files])
+    paths = [file.path for file in tree.files]
+    roles = [] if tree.roots else assign_roles(paths)
+    for root, count in tree.roots:
+        roles += roles_below(root, paths[len(roles) : len(roles) + count])
     return [
         SourceFile(file.path, file.size, file.stat, role, links=file.links)
         for file, role in zip(tree.files, roles, strict=True)

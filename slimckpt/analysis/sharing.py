@@ -14,13 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from slimckpt.analysis.sampling import ROWS, FlatUnit, sample_flat_unit
 from slimckpt.model import FLOOR, Catalog, Ints, Span, gaps
-from slimckpt.sources.digest import (
-    Digests,
-    Unit,
-    sample_unit,
-    units_of,
-)
+from slimckpt.sources.digest import DIGEST, Digests, Unit, run_units, sample_unit, units_of
 
 Mask = npt.NDArray[np.bool_]
 
@@ -86,25 +82,50 @@ class Bodies:
     def path(self, file: int) -> bytes:
         return os.path.join(self.root, self.catalog.files[file].path)
 
-    def units(self, files: Iterable[int], *, whole_pieces: bool = False) -> Iterator[Unit]:
+    def units(self, files: Iterable[int]) -> Iterator[Unit]:
         """Work units over all bodies of the given files."""
         for file in files:
             rows = self.catalog.payloads(file)
             pairs = list(enumerate(self.catalog.table.all_spans(rows), rows.start))
             skeleton = self.skeleton(file)
             pairs.append((skeleton, self.spans(skeleton)))
-            label = self.catalog.files[file].label
-            if whole_pieces:
-                yield from units_of(self.path(file), label, pairs, unit=0)
-            else:
-                yield from units_of(self.path(file), label, pairs)
+            yield from units_of(self.path(file), self.catalog.files[file].label, pairs)
+
+    def flat_units(self) -> Iterator[FlatUnit]:
+        """Units over all payloads that lie in one piece."""
+        columns = self.catalog.table.columns
+        flat = np.diff(columns["span_end"], prepend=0) == 1
+        for file in range(self.n_files):
+            rows = self.catalog.payloads(file)
+            for first in range(rows.start, rows.stop, ROWS):
+                last = min(first + ROWS, rows.stop)
+                some = first + np.flatnonzero(flat[first:last])
+                offsets = columns["span_offset"][columns["span_end"][some] - 1]
+                yield FlatUnit(
+                    self.path(file),
+                    self.catalog.files[file].label,
+                    some,
+                    offsets,
+                    self.nbytes[some],
+                )
+
+    def other_units(self) -> Iterator[Unit]:
+        """Units over all bodies in several pieces and all skeletons, none cut."""
+        counts = np.diff(self.catalog.table.columns["span_end"], prepend=0)
+        for file in range(self.n_files):
+            rows = self.catalog.payloads(file)
+            several = rows.start + np.flatnonzero(counts[rows] != 1)
+            pairs = [(body, self.spans(body)) for body in (*several.tolist(), self.skeleton(file))]
+            yield from units_of(self.path(file), self.catalog.files[file].label, pairs, unit=0)
 
 
 def sample(bodies: Bodies, executor: Executor) -> Digests:
     """Digests of samples: two bodies of different samples differ; of equal ones, maybe not."""
     digests = Digests(np.minimum(bodies.nbytes, 1))  # a sample is one block, whatever its body
-    units = bodies.units(range(bodies.n_files), whole_pieces=True)
-    digests.fill(executor, units, work=sample_unit)
+    for unit, joined in run_units(executor, sample_flat_unit, bodies.flat_units()):
+        digests.digests[unit.rows] = np.frombuffer(joined, np.uint8).reshape(-1, DIGEST)
+        digests.known[unit.rows] = True
+    digests.fill(executor, bodies.other_units(), work=sample_unit)
     return digests
 
 
@@ -198,7 +219,11 @@ def _by_prefix(nbytes: Ints, digests: npt.NDArray[np.uint8]) -> Ints | None:
 
 
 def decide(
-    bodies: Bodies, digests: Digests, min_saving: float, droppable: Mask | None = None
+    bodies: Bodies,
+    digests: Digests,
+    min_saving: float,
+    droppable: Mask | None = None,
+    class_of: Ints | None = None,
 ) -> Sharing:
     """Find what is the same, and leave out the files that gain too little.
 
@@ -211,12 +236,15 @@ def decide(
     droppable : bool array
         Bodies that may be left out. One whose bytes are stored for another body all the same is
         not. What is left out counts as shared.
+    class_of : int64 array
+        What :func:`classes` said, where it was asked before.
 
     Notes
     -----
     With samples instead of digests the answer is an upper bound: what samples tell apart differs.
     """
-    class_of = classes(bodies, digests)
+    if class_of is None:
+        class_of = classes(bodies, digests)
     n_classes = int(class_of.max(initial=-1)) + 1
     if droppable is None:
         droppable = np.zeros(len(bodies), np.bool_)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from slimckpt.errors import UnfaithfulSourceError, UsageError
 from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, STORE_MARK, Stat, show_path
@@ -38,7 +39,8 @@ class TreeLink:
 class Tree:
     """Everything below ``root`` (``directories`` includes the root itself, as the empty path).
 
-    ``xattrs`` are the paths that carry extended attributes or ACLs, which are not kept.
+    ``xattrs`` are the paths that carry extended attributes or ACLs, which are not kept. ``roots``
+    are those of a joined tree, each with the number of its files.
     """
 
     root: bytes
@@ -48,6 +50,7 @@ class Tree:
     stores: list[bytes] = field(default_factory=list)
     xattrs: list[bytes] = field(default_factory=list)
     signatures: dict[bytes, Signature] = field(default_factory=dict)
+    roots: list[tuple[bytes, int]] = field(default_factory=list)
 
     def absolute(self, path: bytes) -> bytes:
         return os.path.join(self.root, path) if path else self.root
@@ -109,6 +112,41 @@ def walk(root: bytes) -> Tree:
         if _has_xattrs(here):
             tree.xattrs.append(path)
     return tree
+
+
+def join(trees: Sequence[Tree], names: Sequence[bytes]) -> Tree:
+    """Several trees as one, for looking at: its root is the working directory, and the paths of
+    each tree start with the name it was given by.
+
+    Raises
+    ------
+    UsageError
+        A tree is given twice, or lies inside another.
+    """
+    for one, name in zip(trees, names, strict=True):
+        for other, inner in zip(trees, names, strict=True):
+            if one is not other and (other.root + b"/").startswith(one.root.rstrip(b"/") + b"/"):
+                where = "the same directory as" if one.root == other.root else "inside"
+                raise UsageError(
+                    f"{show_path(inner)} is {where} {show_path(name)}; name each directory once"
+                )
+    joined = Tree(b"")
+    known: dict[Signature, TreeFile] = {}
+    for tree, name in zip(trees, names, strict=True):
+        before = len(joined.files)
+        for file in tree.files:
+            paths = [os.path.join(name, path) for path in (file.path, *file.links)]
+            signature = tree.signatures[file.path]
+            if file.outside_links and signature in known:
+                # One inode, by its number and the moment it last changed, seen from two trees.
+                known[signature].links += tuple(paths)
+                known[signature].outside_links -= len(paths)
+                continue
+            known[signature] = replace(file, path=paths[0], links=tuple(paths[1:]))
+            joined.files.append(known[signature])
+        joined.xattrs += [os.path.join(name, path) for path in tree.xattrs]
+        joined.roots.append((name, len(joined.files) - before))
+    return joined
 
 
 def changed_since(tree: Tree) -> list[bytes]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 import click
 
-from slimckpt.analysis.categories import CATEGORIES
 from slimckpt.analysis.report import Amount, Report
 from slimckpt.cli.show import (
+    category_option,
     count,
     emit_json,
     jobs_option,
@@ -22,7 +24,7 @@ _MOST_FILES = 10
 
 
 @click.command("analyze")
-@click.argument("source", metavar="SRC")
+@click.argument("sources", metavar="SRC...", nargs=-1, required=True)
 @click.option("--exact", is_flag=True, help="Hash all bytes; else savings are an upper bound.")
 @click.option(
     "--groups",
@@ -31,43 +33,31 @@ _MOST_FILES = 10
     type=click.IntRange(0),
     help="How many replica groups to list.",
 )
-@click.option(
-    "--category",
-    "categories",
-    multiple=True,
-    metavar="NAME=GLOB",
-    help=f"Count tensors whose name matches as NAME ({', '.join(CATEGORIES)}).",
-)
+@category_option
 @click.option("--min-saving", default=5.0, show_default=True, metavar="PCT", help="As for slim.")
 @jobs_option
 @json_option
 @quiet_option
 def analyze_command(
-    source: str,
+    sources: tuple[str, ...],
     exact: bool,
     groups: int,
-    categories: tuple[str, ...],
+    categories: list[tuple[str, str]],
     min_saving: float,
     jobs: int | None,
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Show what is replicated in SRC, and what slimming it would save.
+    """Show what is replicated in SRC, and what slimming it would save; of several, all together.
 
     Writes nothing. Without --exact it reads headers and under a KiB of each tensor.
     """
     from slimckpt.analysis.analyze import analyze
 
-    pairs = []
-    for text in categories:
-        name, equals, glob = text.partition("=")
-        if not equals or not glob:
-            raise click.BadParameter(f"{text!r} is not NAME=GLOB", param_hint="--category")
-        pairs.append((name, glob))
     report = analyze(
-        source,
+        sources,
         exact=exact,
-        categories=pairs,
+        categories=categories,
         most_groups=groups,
         min_saving=min_saving,
         jobs=jobs,
@@ -81,7 +71,8 @@ def analyze_command(
 
 def _show(report: Report) -> None:
     formats = ", ".join(f"{number} {name}" for name, number in report.formats.items())
-    click.echo(f"{report.source}: {count(report.files, 'file')} ({formats or 'none'})")
+    title = ", ".join(report.sources)
+    click.echo(f"{title}: {count(report.files, 'file')} ({formats or 'none'})")
     said = [count(report.tensors, "tensor")]
     if report.ranks:
         said.append(f"ranks {report.ranks}")
@@ -93,6 +84,7 @@ def _show(report: Report) -> None:
     click.echo("  " + "; ".join(said))
     bound = "after" if report.exact else "after, at best"
     rows = [["", "now", bound, "saved"], _row("all files", report.total)]
+    rows += [_row(root, amount) for root, amount in report.by_root]
     if len(report.by_step) > 1:
         rows += [
             _row(" ".join(filter(None, [run, _step(step)])), amount)
@@ -100,6 +92,7 @@ def _show(report: Report) -> None:
         ]
     rows += [_row(name, amount) for name, amount in report.by_category.items() if amount.before]
     click.echo("\n" + table(rows))
+    _show_cost(report)
     if report.groups:
         click.echo("\nlargest replica groups (same bytes, held by)")
         rows = [["held by", "copies", "tensors", "each copy", "repeats", "such as"]]
@@ -117,9 +110,77 @@ def _show(report: Report) -> None:
             click.echo(f"  {path} ({size(nbytes)}): {reason}")
         if len(report.not_slimmed) > _MOST_FILES:
             click.echo(f"  … and {len(report.not_slimmed) - _MOST_FILES} more (--json lists all)")
-    for note in report.notes:
+    for note in (*_findings(report), *report.notes):
         click.echo(f"note: {note}")
     click.echo("\n" + _conclusion(report))
+    _show_savings(report)
+
+
+def _show_cost(report: Report) -> None:
+    """Bytes per parameter of the newest step; of several runs, of the one that comes last."""
+    if not report.step_costs:
+        return
+    cost = report.step_costs[-1]
+    kinds = [kind for kind, nbytes in cost.now.items() if nbytes]
+    where = " ".join(filter(None, ["of", cost.run, _step(cost.step)]))
+    where = f" {where}" if len(report.step_costs) > 1 else ""
+    bound = "" if report.exact else "at least "
+    click.echo(f"\nbytes per parameter{where} ({bound}{cost.parameters:,} parameters)")
+    rows = [["", *kinds, "in all"]]
+    for title, nbytes in (("now", cost.now), ("distinct", cost.distinct)):
+        values = [nbytes[kind] for kind in kinds]
+        figures = [value / cost.parameters for value in (*values, sum(values))]
+        rows.append([title, *(f"{figure:.2f}" for figure in figures)])
+    click.echo(table(rows))
+
+
+def _findings(report: Report) -> list[str]:
+    """What is odd about the bytes, whatever is stored twice."""
+    found = []
+    bound = "" if report.exact else "up to "
+    if report.constants.payloads:
+        tensors = count(report.constants.payloads, "tensor")
+        found.append(
+            f"{bound}{tensors} ({size(report.constants.nbytes)}) are one number over and over,"
+            f" such as {report.constants.example}"
+        )
+    if report.dead.payloads:
+        found.append(
+            f"{size(report.dead.nbytes)} are stored that no tensor uses, as in"
+            f" {report.dead.example}"
+        )
+    if report.repeated_steps:
+        run, step, earlier = report.repeated_steps[0]
+        more = len(report.repeated_steps) - 1
+        seems = "has" if report.exact else "seems to have"
+        found.append(
+            f"step {step}{' of ' + run if run else ''} {seems} all tensors of step {earlier}"
+            + (f"; {count(more, 'more step')} like that" if more else "")
+        )
+    return found
+
+
+def _show_savings(report: Report) -> None:
+    """What to type. Only for one source: ``slim`` takes one."""
+    if len(report.sources) > 1:
+        click.echo("`slimckpt slim` takes one directory: move them under one to share among them.")
+        return
+    source = report.sources[0].rstrip("/") or "/"
+    command = f"slimckpt slim {shlex.quote(source)} {shlex.quote(source + '.slim')}"
+    drops = [saving for saving in report.savings if saving.options]
+    if report.gain:
+        click.echo(f"  {command}")
+    if drops:
+        further = "further, " if report.gain else ""
+        click.echo(f"Not redundant, but {further}if no one resumes from it (slim lists it first):")
+        rows = [
+            [
+                f"{command if not report.gain else '…'} {saving.options}",
+                f"up to {size(saving.saved)}",
+            ]
+            for saving in drops
+        ]
+        click.echo(table(rows))
 
 
 def _step(step: int | str | None) -> str:

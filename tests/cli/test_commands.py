@@ -68,7 +68,7 @@ def test_the_whole_round_by_command(source: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "schema"),
     [
-        (["analyze", "{source}"], "slimckpt.analyze/1"),
+        (["analyze", "{source}"], "slimckpt.analyze/2"),
         (["slim", "{source}", "{tmp}/dry", "--dry-run"], "slimckpt.slim/1"),
         (["verify", "{store}"], "slimckpt.verify/1"),
         (["restore", "{store}", "{tmp}/back"], "slimckpt.restore/1"),
