@@ -15,12 +15,15 @@ from slimckpt.errors import (
 )
 from slimckpt.formats.base import Format
 from slimckpt.formats.hdf5 import Hdf5
+from slimckpt.formats.keras import Keras
 from slimckpt.formats.mindspore import MindSpore
+from slimckpt.formats.npy import Npy
+from slimckpt.formats.npz import Npz
 from slimckpt.formats.safetensors import Safetensors
 from slimckpt.model import Condition, Table, TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
-FORMATS: tuple[Format, ...] = (Safetensors(), Hdf5(), MindSpore())
+FORMATS: tuple[Format, ...] = (Safetensors(), Hdf5(), Npy(), Npz(), Keras(), MindSpore())
 UNKNOWN = "unknown"
 HEAD = 4096
 

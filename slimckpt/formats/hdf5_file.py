@@ -52,7 +52,10 @@ class Cursor:
         return self.data[start : self.at]
 
     def number(self, nbytes: int) -> int:
-        return int.from_bytes(self.take(nbytes), "little")
+        start, self.at = self.at, self.at + nbytes
+        if self.at > len(self.data):
+            raise self.file.damaged(f"structure at {self.offset} ends too early")
+        return int.from_bytes(self.data[start : self.at], "little")
 
     def address(self) -> int | None:
         """An address relative to the superblock; ``None`` where it is undefined."""

@@ -1,0 +1,170 @@
+"""numpy's ``.npy``: a header that describes one array, and its bytes.
+
+NEP 1 and ``numpy/lib/format.py`` (2.2), versions 1.0 to 3.0. The header is a Python literal; it is
+taken apart by a pattern, not parsed as Python. Object arrays are pickles: their bytes are kept and
+never loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.lib import format as numpy_format
+
+from slimckpt.dtypes import OPAQUE
+from slimckpt.errors import DamagedFileError, NotUnderstoodError
+from slimckpt.formats.base import Format
+from slimckpt.model import TableBuilder
+from slimckpt.sources.positioned import ByteSource
+
+MAGIC = b"\x93NUMPY"
+MAX_HEADER = 1024 * 1024
+_MAX_FIELDS = 10_000
+"""Characters of a structured type; numpy's own limit on whole headers."""
+_MAX_RANK = 64
+_HEADER = re.compile(
+    r"\{\s*['\"]descr['\"]\s*:(.+?),\s*['\"]fortran_order['\"]\s*:\s*(True|False)\s*,"
+    r"\s*['\"]shape['\"]\s*:\s*\(([0-9L,\s]*)\)\s*,?\s*\}\s*",
+    re.DOTALL,
+)
+_SIMPLE = re.compile(r"['\"]([<>|=]?)([?a-zA-Z])(\d{0,9})(\[[0-9A-Za-z]{1,32}\])?['\"]")
+_FIELDS = re.compile(r"\[[\w\s\[\]()'\"<>|=,.?-]*\]")
+_NAMES = {
+    **{f"{kind}{n}": f"{kind.upper()}{8 * n}" for kind in "iu" for n in (1, 2, 4, 8)},
+    **{f"f{n}": f"F{8 * n}" for n in (2, 4, 8)},
+    **{"b1": "BOOL", "?": "BOOL", "c8": "C64", "c16": "C128"},
+}
+
+
+class Array(NamedTuple):
+    """What a header says. ``nbytes`` are those of the elements, ``None`` for a pickle."""
+
+    header_nbytes: int
+    dtype: str
+    big_endian: bool
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """In elements; nothing for C order."""
+    nbytes: int | None
+
+    def check(self, label: str, found: int) -> int:
+        """Bytes of elements, where ``found`` bytes follow the header."""
+        if self.nbytes not in (None, found):
+            why = "it looks truncated" if found < (self.nbytes or 0) else "more follows it"
+            raise DamagedFileError(f"{label}: expected {self.nbytes} bytes, found {found}; {why}")
+        return found
+
+    def add(self, table: TableBuilder, name: str, nbytes: int, **more: Any) -> None:
+        """Add the array as a tensor; ``more`` says where its bytes are."""
+        table.tensor(
+            name,
+            self.dtype,
+            self.shape,
+            nbytes,
+            big_endian=self.big_endian,
+            strides=self.strides,
+            **more,
+        )
+
+
+class Npy(Format):
+    """One array in a file. It has no name there; it gets numpy's for arrays without one."""
+
+    name = "npy"
+    tensor = "arr_0"
+
+    def matches(self, head: bytes, size: int) -> bool:
+        return head.startswith(MAGIC) and head[6:8] in (b"\1\0", b"\2\0", b"\3\0")
+
+    def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
+        head = source.read(0, min(12, source.size))
+        array = read_header(source.read(0, min(header_nbytes(head), source.size)), source.label)
+        nbytes = array.check(source.label, source.size - array.header_nbytes)
+        if array.nbytes is None and source.read(source.size - 1, 1) != b".":
+            raise DamagedFileError(
+                f"{source.label}: expected a pickle to end in '.'; it looks truncated"
+            )
+        payload = table.payload([(array.header_nbytes, nbytes)]) if nbytes else None
+        array.add(table, self.tensor, nbytes, payload=payload)
+        return {}
+
+
+def header_nbytes(head: bytes) -> int:
+    """Bytes of a header with all that comes before the array, from its first 12 bytes."""
+    width = 2 if head[6:7] == b"\1" else 4
+    return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
+
+
+def read_header(head: bytes, label: str) -> Array:
+    """Take a header apart; ``head`` holds all of it.
+
+    Raises
+    ------
+    DamagedFileError
+        It breaks the rules, or is not all there.
+    NotUnderstoodError
+        It is longer than any real one, or written in a way that numpy does not write.
+    """
+    total = header_nbytes(head)
+    if not head.startswith(MAGIC) or head[7:8] != b"\0" or head[6] not in (1, 2, 3):
+        raise DamagedFileError(f"{label}: expected a header of numpy, found {head[:8]!r}")
+    if total > MAX_HEADER:
+        raise NotUnderstoodError(f"{label}: a header of {total} bytes, more than {MAX_HEADER}")
+    if len(head) < total:
+        raise DamagedFileError(f"{label}: expected a header of {total} bytes; it looks truncated")
+    try:
+        text = head[10 if head[6] == 1 else 12 : total].decode(
+            "utf-8" if head[6] == 3 else "latin1"
+        )
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(f"{label}: {error}") from None
+    found = _HEADER.fullmatch(text)
+    if found is None:
+        raise DamagedFileError(f"{label}: expected descr, fortran_order and shape: {text[:200]!a}")
+    shape = _shape(found[3], label)
+    name, big_endian, itemsize = _type(found[1].strip(), label)
+    count = math.prod(shape)
+    if count * (itemsize or 1) >= 2**63:
+        raise DamagedFileError(f"{label}: its shape {list(shape)} overflows 64 bits")
+    strides: list[int] = []
+    if found[2] == "True" and len(shape) > 1:
+        for dim in (1, *shape[:-1]):
+            strides.append(strides[-1] * dim if strides else dim)
+    nbytes = None if itemsize is None else count * itemsize
+    return Array(total, name, big_endian, shape, tuple(strides), nbytes)
+
+
+def _shape(text: str, label: str) -> tuple[int, ...]:
+    # Python 2 wrote 3L.
+    dims = [part.strip().removesuffix("L") for part in text.split(",")]
+    if dims[-1] == "":
+        dims.pop()
+    if len(dims) > _MAX_RANK or not all(d.isdigit() and len(d) < 20 for d in dims):
+        raise DamagedFileError(f"{label}: expected a shape, found {text[:200]!a}")
+    return tuple(map(int, dims))
+
+
+def _type(descr: str, label: str) -> tuple[str, bool, int | None]:
+    """Our name of a type, whether it is big endian, and bytes of an element if there are any."""
+    simple = _SIMPLE.fullmatch(descr)
+    if simple is not None and not simple[4]:
+        order, kind, digits = simple[1], simple[2], simple[3]
+        if kind == "O":
+            return OPAQUE + "O", False, None
+        name = _NAMES.get(kind + digits)
+        if name is not None:
+            return name, order == ">" and digits != "1", np.dtype(kind + digits).itemsize
+    fields = len(descr) <= _MAX_FIELDS and _FIELDS.fullmatch(descr)
+    if simple is None and not fields:
+        raise DamagedFileError(f"{label}: expected a type of numpy, found {descr[:200]!a}")
+    try:
+        # A literal of strings, numbers and brackets only.
+        kind_of = numpy_format.descr_to_dtype(ast.literal_eval(descr))
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError) as why:
+        raise DamagedFileError(f"{label}: type {descr[:200]!a}: {why}") from None
+    shown = descr.strip("'\"") if simple else "structured"
+    return OPAQUE + shown, False, None if kind_of.hasobject else kind_of.itemsize

@@ -1,0 +1,81 @@
+"""numpy's ``.npz``: a zip archive of ``.npy`` members, stored or deflated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimckpt.dtypes import OPAQUE
+from slimckpt.formats.base import Format
+from slimckpt.formats.npy import header_nbytes, read_header
+from slimckpt.formats.zips import (
+    DEFLATED,
+    END,
+    STORED,
+    Member,
+    check_members,
+    decoded_head,
+    first_name,
+    read_members,
+)
+from slimckpt.model import RAW, TableBuilder
+from slimckpt.sources.positioned import ByteSource
+
+_SUFFIX = ".npy"
+_EMPTY_NBYTES = 22
+
+
+class Npz(Format):
+    """What ``numpy.savez`` and ``savez_compressed`` write.
+
+    It is told by its first member. An archive without any is what ``savez`` makes of no arrays.
+    """
+
+    name = "npz"
+
+    def matches(self, head: bytes, size: int) -> bool:
+        if head.startswith(END):
+            return size == _EMPTY_NBYTES and not any(head[4:])
+        return first_name(head).endswith(_SUFFIX.encode())
+
+    def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
+        for member in read_members(source):
+            if member.name.endswith(_SUFFIX) and member.method in (STORED, DEFLATED):
+                _array(source, table, member)
+            else:
+                add_opaque(table, member, "member")
+        return {}
+
+    def check(self, source: ByteSource) -> str | None:
+        return check_members(source, read_members(source))
+
+
+def _array(source: ByteSource, table: TableBuilder, member: Member) -> None:
+    label = f"{source.label}: member {member.name!a}"
+    head = decoded_head(source, member, 12)
+    head = decoded_head(source, member, header_nbytes(head))
+    array = read_header(head, label)
+    nbytes = array.check(label, member.nbytes - array.header_nbytes)
+    where: dict[str, Any] = {}
+    if nbytes and member.method == STORED:
+        where = {"payload": table.payload([(member.offset + array.header_nbytes, nbytes)])}
+    elif nbytes:
+        where = {
+            "payload": table.payload([(member.offset, member.stored_nbytes)]),
+            "encoding": encoding_of(member),
+            "offset": array.header_nbytes,
+        }
+    name = member.name.removesuffix(_SUFFIX)
+    array.add(table, name, nbytes, path=member.name, **where)
+
+
+def encoding_of(member: Member) -> str:
+    """How the stored bytes of a member become its own; those of other methods stay as they are."""
+    return f"deflate:{member.nbytes}" if member.method == DEFLATED else RAW
+
+
+def add_opaque(table: TableBuilder, member: Member, kind: str) -> None:
+    """Add a member that is bytes to us."""
+    encoding = encoding_of(member)
+    nbytes = member.stored_nbytes if encoding == RAW else member.nbytes
+    payload = table.payload([(member.offset, member.stored_nbytes)]) if nbytes else None
+    table.tensor(member.name, OPAQUE + kind, (), nbytes, payload=payload, encoding=encoding)
