@@ -1,0 +1,112 @@
+"""Plain pickles: Paddle's ``.pdparams``, ``.pdopt``, ``.distcp`` and ``.metadata``, torch's
+``.metadata``, and any other pickle that holds numpy arrays.
+
+Paddle (2.6 to 3.3, ``framework/io.py``) writes a state dict as plain arrays and adds the key
+``StructuredToParameterName@@``; in any other object a tensor is ``tuple((name, array))``, and a
+static one ``eval("data", {"data": array})``, which is never run. It has no uint16: such an array
+is BF16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from slimckpt.errors import DamagedFileError
+from slimckpt.formats.base import Format
+from slimckpt.formats.located import Home, Located
+from slimckpt.formats.numpy_arrays import Array, array_of
+from slimckpt.formats.pickles import OPCODES, Call, Dict, Stored, read_pickle
+from slimckpt.formats.torch_tensors import Storage
+from slimckpt.model import TableBuilder
+from slimckpt.sources.positioned import ByteSource
+
+_NAMES = "StructuredToParameterName@@"
+_TUPLE = ("builtins.tuple", "__builtin__.tuple")
+_EVAL = ("builtins.eval", "__builtin__.eval")
+_MAX_PICKLES = 1 << 16
+
+
+class PlainPickle(Format):
+    """A pickle, or several one after another, of protocol 2 or later."""
+
+    name = "pickle"
+
+    def matches(self, head: bytes, size: int) -> bool:
+        return (
+            len(head) > 2
+            and head[0] == 0x80
+            and 2 <= head[1] <= 5
+            and OPCODES[head[2]] is not None
+            and not head.startswith(b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.")
+        )
+
+    def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
+        roots, at = [], 0
+        while at < source.size:
+            root, at = read_pickle(source, at, source.size)
+            roots.append(root)
+            if len(roots) > _MAX_PICKLES:
+                raise DamagedFileError(f"{source.label}: more than {_MAX_PICKLES} pickles")
+        homes: dict[int, Home] = {}
+
+        def inside(stored: Stored) -> Home:
+            if stored.offset not in homes:
+                row = table.payload([(stored.offset, stored.nbytes)])
+                homes[stored.offset] = Home(row, stored.nbytes)
+            return homes[stored.offset]
+
+        paddle = False
+        for number, root in enumerate(roots):
+            where = (str(number), f"[{number}]") if len(roots) > 1 else ("", "")
+            finder = _Arrays(_is_state_dict(root))
+            located = Located(
+                table, source.label, _no_storage(source), inside, arrays=finder.array_of
+            )
+            located.add(root, *where)
+            paddle |= finder.paddle
+        return {"writer": "paddle"} if paddle else {}
+
+
+class _Arrays:
+    """Finds arrays as numpy and as Paddle write them, and notes whether it was Paddle."""
+
+    def __init__(self, state_dict: bool) -> None:
+        self.state_dict = self.paddle = state_dict
+
+    def array_of(self, node: Any) -> Array | None:
+        inner = _wrapped(node)
+        found = array_of(node if inner is None else inner)
+        if found is None:
+            return None
+        self.paddle |= inner is not None
+        if found.dtype == "U16" and (self.state_dict or inner is not None):
+            return found._replace(dtype="BF16")
+        return found
+
+
+def _wrapped(node: Any) -> Any:
+    """The array that Paddle wrapped as a tensor; ``None`` for anything else."""
+    if type(node) is not Call or type(node.args) is not tuple:
+        return None
+    if node.is_a(*_TUPLE) and len(node.args) == 1:
+        pair = node.args[0]
+        if type(pair) in (tuple, list) and len(pair) == 2 and type(pair[0]) is str:
+            return pair[1]
+    if node.is_a(*_EVAL) and len(node.args) == 2 and type(node.args[1]) is Dict:
+        return next((value for key, value in node.args[1].pairs if key == "data"), None)
+    return None
+
+
+def _is_state_dict(root: Any) -> bool:
+    pairs = root.pairs if type(root) in (Dict, Call) else []
+    return any(key == _NAMES for key, _ in pairs if type(key) is str)
+
+
+def _no_storage(source: ByteSource) -> Any:
+    def refuse(storage: Storage) -> Home:
+        raise DamagedFileError(
+            f"{source.label}: refers to storage {storage.key} of torch, which a plain pickle"
+            " does not hold"
+        )
+
+    return refuse
