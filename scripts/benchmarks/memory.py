@@ -116,6 +116,7 @@ def private(workshop: Workshop) -> Result:
             "ls": ["ls", store],
             "ls --rank": ["ls", "--rank", 0, store],
             "ls --rank, directory": ["ls", "--rank", 0, source],
+            "doctor": ["doctor", workshop.place],
         }
         for name, command in commands.items():
             turn = Command([SLIMCKPT, *command], source, out, memory=True)
