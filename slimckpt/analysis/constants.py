@@ -83,8 +83,9 @@ def pattern_unit(unit: Unit) -> Patterns:
 
 def _units(bodies: Bodies, rows: Ints) -> Iterator[Unit]:
     files, starts = np.unique(bodies.file[rows], return_index=True)
-    for file, some in zip(files.tolist(), np.split(rows, starts[1:]), strict=True):
-        pairs = [(row, bodies.spans(row)) for row in some.tolist()]
+    ends = [*starts[1:].tolist(), len(rows)]
+    for file, first, last in zip(files.tolist(), starts.tolist(), ends[: len(files)], strict=True):
+        pairs = [(row, bodies.spans(row)) for row in rows[first:last].tolist()]
         label = bodies.catalog.files[file].label
         yield from units_of(bodies.path(file), label, pairs, unit=0)
 

@@ -48,9 +48,9 @@ def analyze_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Show what is replicated in SRC, and what slimming it would save; of several, all together.
+    """Show what is replicated in SRC, and what slimming it would save.
 
-    Writes nothing. Without --exact it reads headers and under a KiB of each tensor.
+    Several directories are looked at together. Writes nothing. Without --exact it reads headers and under a KiB of each tensor.
     """
     from slimckpt.analysis.analyze import analyze
 
@@ -168,19 +168,14 @@ def _show_savings(report: Report) -> None:
     source = report.sources[0].rstrip("/") or "/"
     command = f"slimckpt slim {shlex.quote(source)} {shlex.quote(source + '.slim')}"
     drops = [saving for saving in report.savings if saving.options]
-    if report.gain:
-        click.echo(f"  {command}")
+    if report.gain or drops:
+        click.echo(f"  {command}{'' if report.gain else ' OPTIONS'}")
     if drops:
-        further = "further, " if report.gain else ""
-        click.echo(f"Not redundant, but {further}if no one resumes from it (slim lists it first):")
-        rows = [
-            [
-                f"{command if not report.gain else '…'} {saving.options}",
-                f"up to {size(saving.saved)}",
-            ]
-            for saving in drops
-        ]
-        click.echo(table(rows))
+        what = (
+            "OPTIONS that save more" if report.gain else "OPTIONS that save something all the same"
+        )
+        click.echo(f"{what}: not redundant, but gone for good, where no one resumes from it")
+        click.echo(table([[saving.options, f"up to {size(saving.saved)}"] for saving in drops]))
 
 
 def _step(step: int | str | None) -> str:
