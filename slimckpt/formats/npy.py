@@ -12,9 +12,6 @@ import math
 import re
 from typing import Any, NamedTuple
 
-import numpy as np
-from numpy.lib import format as numpy_format
-
 from slimckpt.dtypes import OPAQUE
 from slimckpt.errors import DamagedFileError, NotUnderstoodError
 from slimckpt.formats.base import Format
@@ -31,13 +28,15 @@ _HEADER = re.compile(
     r"\s*['\"]shape['\"]\s*:\s*\(([0-9L,\s]*)\)\s*,?\s*\}\s*",
     re.DOTALL,
 )
-_SIMPLE = re.compile(r"['\"]([<>|=]?)([?a-zA-Z])(\d{0,9})(\[[0-9A-Za-z]{1,32}\])?['\"]")
-_FIELDS = re.compile(r"\[[\w\s\[\]()'\"<>|=,.?-]*\]")
+_SIMPLE = re.compile(r"([<>|=]?)([?a-zA-Z])([0-9]{0,9})(\[[0-9A-Za-z/]{1,32}\])?")
+_FIELDS = re.compile(r"\[[\w\s\[\]()'\"<>|=,./?-]*\]")
 _NAMES = {
     **{f"{kind}{n}": f"{kind.upper()}{8 * n}" for kind in "iu" for n in (1, 2, 4, 8)},
     **{f"f{n}": f"F{8 * n}" for n in (2, 4, 8)},
     **{"b1": "BOOL", "?": "BOOL", "c8": "C64", "c16": "C128"},
 }
+_LONG = ("f12", "f16", "c24", "c32")
+"""Floats of a width that depends on the machine."""
 
 
 class Array(NamedTuple):
@@ -150,21 +149,65 @@ def _shape(text: str, label: str) -> tuple[int, ...]:
 
 def _type(descr: str, label: str) -> tuple[str, bool, int | None]:
     """Our name of a type, whether it is big endian, and bytes of an element if there are any."""
-    simple = _SIMPLE.fullmatch(descr)
-    if simple is not None and not simple[4]:
-        order, kind, digits = simple[1], simple[2], simple[3]
-        if kind == "O":
-            return OPAQUE + "O", False, None
-        name = _NAMES.get(kind + digits)
-        if name is not None:
-            return name, order == ">" and digits != "1", np.dtype(kind + digits).itemsize
+    simple = len(descr) <= _MAX_FIELDS and descr[:1] in ("'", '"') and descr[1:-1]
     fields = len(descr) <= _MAX_FIELDS and _FIELDS.fullmatch(descr)
-    if simple is None and not fields:
-        raise DamagedFileError(f"{label}: expected a type of numpy, found {descr[:200]!a}")
     try:
-        # A literal of strings, numbers and brackets only.
-        kind_of = numpy_format.descr_to_dtype(ast.literal_eval(descr))
-    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError, OverflowError) as why:
-        raise DamagedFileError(f"{label}: type {descr[:200]!a}: {why}") from None
-    shown = descr.strip("'\"") if simple else "structured"
-    return OPAQUE + shown, False, None if kind_of.hasobject else kind_of.itemsize
+        if simple:
+            order, kind, digits, _ = _simple(simple)
+            name = _NAMES.get(kind + digits)
+            nbytes = _itemsize(simple)
+            if name is None:
+                return OPAQUE + (kind if nbytes is None else simple), False, nbytes
+            return name, order == ">" and nbytes != 1, nbytes
+        if fields:
+            # A literal of strings, numbers and brackets only.
+            return OPAQUE + "structured", False, _itemsize(ast.literal_eval(descr))
+        why = "expected a type of numpy"
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError) as error:
+        why = str(error)
+    raise DamagedFileError(f"{label}: type {descr[:200]!a}: {why[:200]}")
+
+
+def _simple(descr: str) -> tuple[str, ...]:
+    """Byte order, kind, digits and unit."""
+    found = _SIMPLE.fullmatch(descr)
+    if found is None:
+        raise ValueError("expected a byte order, a letter and a number")
+    return tuple(part or "" for part in found.groups())
+
+
+def _itemsize(descr: Any) -> int | None:
+    """Bytes of an element; ``None`` where it holds pickled objects."""
+    if isinstance(descr, str):
+        _, kind, digits, unit = _simple(descr)
+        if kind == "O":
+            return None
+        if kind in "Mm" and digits == "8":
+            return 8
+        if kind in "SVU" and digits and not unit:
+            return int(digits) * (4 if kind == "U" else 1)
+        if kind + digits in _NAMES or (kind + digits in _LONG and not unit):
+            return int(digits or 1)
+        raise ValueError("expected a type that numpy writes")
+    if isinstance(descr, tuple):
+        inner, shape = descr
+        return _times(_itemsize(inner), shape)
+    sizes = [
+        _times(_itemsize(field[1]), field[2] if len(field) == 3 else ()) for field in _listed(descr)
+    ]
+    return None if None in sizes else sum(filter(None, sizes))
+
+
+def _listed(descr: Any) -> list[Any]:
+    if not isinstance(descr, list) or not all(
+        isinstance(field, tuple) and len(field) in (2, 3) for field in descr
+    ):
+        raise ValueError("expected a list of fields")
+    return descr
+
+
+def _times(nbytes: int | None, shape: Any) -> int | None:
+    dims = shape if isinstance(shape, tuple) else (shape,)
+    if not all(type(dim) is int and dim >= 0 for dim in dims):
+        raise ValueError("expected the shape of a field")
+    return None if nbytes is None else nbytes * math.prod(dims)

@@ -55,7 +55,7 @@ class _Directory(NamedTuple):
 
     offset: int
     nbytes: int
-    count: int
+    entries: int
     end: int
 
 

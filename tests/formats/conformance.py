@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sample_files import all_samples
 
+from slimckpt.encodings import decoder
 from slimckpt.errors import DamagedFileError, SlimckptError
 from slimckpt.formats import FORMATS, Format, Found, examine
 from slimckpt.model import TableBuilder, gaps
@@ -38,7 +40,7 @@ class Truth:
 
 @dataclass(frozen=True)
 class Example:
-    """A sound file and its tensors in file order.
+    """A sound file and its tensors, in the order in which the format gives them.
 
     ``whole_prefixes`` are the lengths to which it can be cut and still be a sound, shorter file.
     """
@@ -68,15 +70,29 @@ def body_of(data: bytes, found: Found, payload: int) -> bytes:
     return b"".join(data[at : at + nbytes] for at, nbytes in found.table.spans(payload))
 
 
+def elements_of(data: bytes, found: Found, row: int) -> bytes:
+    """The bytes of a tensor's elements in C order, decoded, filled in or gathered by strides."""
+    tensor = found.table.tensor(row)
+    if tensor.payload is None:
+        fill = tensor.fill or b""
+        return fill * (tensor.nbytes // max(len(fill), 1))
+    stored = np.frombuffer(body_of(data, found, tensor.payload), np.uint8)
+    lengths = [span.nbytes for span in found.table.spans(tensor.payload)]
+    stream = decoder(tensor.encoding)(stored, lengths)
+    if tensor.strides is None:
+        return stream[tensor.offset : tensor.offset + tensor.nbytes].tobytes()
+    itemsize = tensor.nbytes // max(math.prod(tensor.shape), 1)
+    strides = [stride * itemsize for stride in tensor.strides]
+    return np.ndarray(tensor.shape, f"V{itemsize}", stream, tensor.offset, strides).tobytes()
+
+
 def truth_found(data: bytes, found: Found) -> list[Truth]:
     """What a format found, in the shape of the truth."""
     tensors = []
     for row in range(found.table.n_tensors):
-        tensor = found.table.tensor(row)
-        body = b"" if tensor.payload is None else body_of(data, found, tensor.payload)
-        part = body[tensor.offset : tensor.offset + tensor.nbytes]
-        tensors.append(Truth.of(tensor.name, tensor.dtype, tensor.shape, part, tensor.path))
-        assert tensor.nbytes == len(part), tensor
+        tensor, body = found.table.tensor(row), elements_of(data, found, row)
+        tensors.append(Truth.of(tensor.name, tensor.dtype, tensor.shape, body, tensor.path))
+        assert tensor.nbytes == len(body), tensor
     return tensors
 
 

@@ -1,0 +1,641 @@
+"""HDF5: what h5py writes, at every file format bound, and what is hostile or damaged.
+
+Truth is h5py on the same bytes, or the array that was written.
+"""
+
+import io
+import os
+import time
+import zlib
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+from conformance import (
+    BytesSource,
+    Example,
+    FormatTests,
+    Truth,
+    assert_never_silently_wrong,
+    elements_of,
+    truth_found,
+)
+from h5py import h5d, h5p, h5s, h5t
+from hdf5_bytes import LIBVERS, hdf5_file, make
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_files import SAMPLES, expected
+
+from slimckpt.errors import NotUnderstoodError
+from slimckpt.formats import Found, examine
+from slimckpt.formats.hdf5 import Hdf5
+from slimckpt.formats.hdf5_file import lookup3
+from slimckpt.sources.positioned import FileSource
+from slimckpt.store.hdf5_types import hdf5_type
+
+KERAS = SAMPLES / "keras_adam"
+SPELLING = {
+    **{f"int{8 * n}": f"I{8 * n}" for n in (1, 2, 4, 8)},
+    **{f"uint{8 * n}": f"U{8 * n}" for n in (1, 2, 4, 8)},
+    **{"float16": "F16", "float32": "F32", "float64": "F64", "bool": "BOOL"},
+    **{"complex64": "C64", "complex128": "C128"},
+}
+W = np.arange(6, dtype="<f4").reshape(2, 3)
+GRID = np.arange(35, dtype="<f8").reshape(5, 7)
+
+
+def locate(data: bytes) -> Found:
+    found = examine(BytesSource(data))
+    assert found.format == "hdf5"
+    return found
+
+
+def understood(data: bytes) -> Found:
+    found = locate(data)
+    assert found.condition == "understood", found.problem
+    return found
+
+
+def tensors_of(data: bytes) -> dict[str, Any]:
+    table = understood(data).table
+    return {table.name(row): table.tensor(row) for row in range(table.n_tensors)}
+
+
+def truth_of(name: str, array: Any) -> Truth:
+    array = np.asarray(array)
+    return Truth.of(name, SPELLING[array.dtype.name], array.shape, array.tobytes())
+
+
+def truths(**arrays: Any) -> list[Truth]:
+    return [truth_of(name, arrays[name]) for name in sorted(arrays)]
+
+
+def agrees_with_h5py(data: bytes) -> int:
+    """Assert that every tensor is what h5py reads under its name; how many there are."""
+    found = understood(data)
+    with h5py.File(io.BytesIO(data), "r") as file:
+        for row in range(found.table.n_tensors):
+            tensor = found.table.tensor(row)
+            if tensor.dtype.startswith("opaque:"):
+                continue
+            array = file[tensor.name][()]
+            assert tensor.dtype == SPELLING[array.dtype.name], tensor
+            assert tensor.big_endian == (array.dtype.byteorder == ">"), tensor
+            assert tensor.shape == array.shape, tensor
+            assert elements_of(data, found, row) == array.tobytes(), tensor
+    return found.table.n_tensors
+
+
+def small(libver: str) -> Example:
+    def write(file: h5py.File) -> None:
+        file["w"] = W
+        file["g/edge"] = np.arange(5, dtype=">i2")
+        file["g/tied"] = h5py.SoftLink("/w")
+
+    tensors = [
+        Truth.of("g/edge", "I16", (5,), np.arange(5, dtype=">i2").tobytes()),
+        truth_of("g/tied", W),
+        truth_of("w", W),
+    ]
+    return Example(hdf5_file(write, libver), tensors)
+
+
+class TestHdf5(FormatTests):
+    format = Hdf5()
+
+    def examples(self) -> dict[str, Example]:
+        def chunked(file: h5py.File) -> None:
+            file.create_dataset("c", data=GRID, chunks=(2, 3), compression="gzip", shuffle=True)
+            file.create_dataset("f", (5,), "<i4", chunks=(2,), fillvalue=7)[4] = 1
+
+        filled = np.array([7, 7, 7, 7, 1], "<i4")
+        return {
+            "old": small("earliest"),
+            "new": small("latest"),
+            "chunked": Example(hdf5_file(chunked, "latest"), truths(c=GRID, f=filled)),
+            "empty": Example(hdf5_file(lambda file: None, "latest"), []),
+        }
+
+    def samples(self) -> dict[str, Example]:
+        return {
+            name: Example(
+                (KERAS / name).read_bytes(),
+                [
+                    Truth(n, SPELLING[p["dtype"]], tuple(p["shape"]), p["nbytes"], p["sha256"], n)
+                    for n, p in sorted(file["params"].items())
+                ],
+            )
+            for name, file in expected("keras_adam")["files"].items()
+            if name.endswith(".h5")
+        }
+
+    def large(self, nbytes: int) -> tuple[bytes, int]:
+        return hdf5_file(lambda file: file.update({"w": np.ones(nbytes, np.uint8)})), 1
+
+    def claims(self, sample: Path) -> bool:
+        return sample.suffix == ".h5"
+
+    def magics(self) -> list[bytes]:
+        data = small("earliest").data
+        return [data[:9], data[:24], data[:96], small("latest").data[:48]]
+
+    def test_trailing_bytes_are_not_silently_accepted(self) -> None:
+        """HDF5 states where it ends, and allows more: what follows is told, and kept."""
+        for name, example in self._all():
+            for tail in (b"\0", b"\n", bytes(100), b"tail" * 9):
+                found = understood(example.data + tail)
+                assert found.facts["trailing"] == len(tail), name
+                assert truth_found(example.data + tail, found) == example.tensors, name
+
+
+@pytest.mark.parametrize("user_block", [0, 512, 1024, 2048])
+@pytest.mark.parametrize("libver", LIBVERS)
+def test_every_file_format_bound_is_read_as_h5py_reads_it(libver: str, user_block: int) -> None:
+    random = np.random.default_rng(1)
+
+    def write(file: h5py.File) -> None:
+        for name, dtype in enumerate(SPELLING):
+            numbers = random.integers(0, 2, (3, 5)).astype(dtype)
+            file[f"plain/{name}"] = numbers
+            if np.dtype(dtype).itemsize > 1:
+                file[f"big/{name}"] = numbers.astype(np.dtype(dtype).newbyteorder(">"))
+        file["scalar"] = np.float32(2.5)
+        file["empty"] = np.zeros((0, 3), np.float32)
+        make(file, "compact", random.random((3, 4)), compact=True)
+        make(file, "early", np.zeros((9, 9)), early=True)
+        file.create_dataset("never", (4, 5), "<f4", fillvalue=1.5)
+        file["kind"] = np.dtype("<f4")
+        file.create_dataset("committed", data=W, dtype=file["kind"])
+        for n in range(40):
+            file[f"many/{n}"] = np.int16(n)
+        ordered = file.create_group("ordered", track_order=True)
+        for n in range(20):
+            ordered[f"layer.{n}.weight"] = np.int16(n)
+        file.attrs["note"] = "x" * 1000
+
+    data = hdf5_file(write, libver, userblock_size=user_block)
+    assert agrees_with_h5py(data) == 2 * len(SPELLING) - 3 + 66
+    facts = understood(data).facts
+    assert facts.get("user_block", 0) == user_block
+
+
+CHUNKS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {
+    "fixed": ((5, 7), (2, 3), None),
+    "one": ((5, 7), (5, 7), None),
+    "larger": ((5, 7), (50, 70), (50, 70)),
+    "grows": ((5,), (2,), (None,)),
+    "grows first": ((9, 4, 5), (2, 3, 5), (None, 7, 20)),
+    "grows last": ((5, 7), (2, 3), (9, None)),
+    "grows in the middle": ((3, 9, 4), (2, 2, 3), (8, None, 9)),
+    "grows twice": ((5, 7), (2, 3), (None, None)),
+    "room to grow": ((5, 7), (2, 3), (50, 70)),
+    "rows": ((6, 7), (1, 7), None),
+    "rows in rest": ((2, 5, 3), (1, 2, 3), None),
+    "deep": ((2, 2, 2, 2, 2), (1, 2, 1, 2, 1), None),
+}
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "gzip": {"compression": "gzip"},
+    "shuffle": {"shuffle": True},
+    "checksum": {"fletcher32": True},
+    "all": {"compression": "gzip", "shuffle": True, "fletcher32": True},
+    "lzf": {"compression": "lzf"},
+    "lzf and all": {"compression": "lzf", "shuffle": True, "fletcher32": True},
+}
+
+
+@pytest.mark.parametrize("libver", ["earliest", "v110", "latest"])
+@pytest.mark.parametrize("filters", FILTERS)
+def test_chunks_of_every_index_and_filter_are_read_as_h5py_reads_them(
+    filters: str, libver: str
+) -> None:
+    random = np.random.default_rng(2)
+
+    def write(file: h5py.File) -> None:
+        for name, (shape, chunk, most) in CHUNKS.items():
+            options = {"chunks": chunk, "maxshape": most, **FILTERS[filters]}
+            numbers = random.integers(0, 9, shape).astype("<f8")
+            file.create_dataset(name, data=numbers, **options)
+            some = file.create_dataset(f"part of {name}", shape, "<i4", fillvalue=-3, **options)
+            some[tuple(dim // 2 for dim in shape)] = 5
+            some[tuple(dim - 1 for dim in shape)] = 6
+            file.create_dataset(f"none of {name}", shape, "<i4", fillvalue=-3, **options)
+
+    assert agrees_with_h5py(hdf5_file(write, libver)) == 3 * len(CHUNKS)
+
+
+@pytest.mark.parametrize("libver", ["earliest", "latest"])
+def test_indexes_of_thousands_of_chunks_are_read_as_h5py_reads_them(libver: str) -> None:
+    """B-trees of several levels; paged arrays; super blocks; pages that are not there."""
+
+    def write(file: h5py.File) -> None:
+        numbers = np.arange(20_000, dtype="<i4")
+        for name, most in (("fixed", None), ("grows", (None,))):
+            file.create_dataset(name, data=numbers, chunks=(1,), maxshape=most)
+            some = file.create_dataset(f"some {name}", (9000,), "<i4", chunks=(1,), maxshape=most)
+            some[8000:8003] = 5
+        wide = np.arange(6000, dtype="<i4").reshape(60, 100)
+        file.create_dataset("twice", data=wide, chunks=(1, 1), maxshape=(None, None))
+
+    assert agrees_with_h5py(hdf5_file(write, libver)) == 5
+
+
+def test_a_dataset_that_was_resized_is_read_at_its_last_shape() -> None:
+    for libver in ("earliest", "latest"):
+
+        def write(file: h5py.File) -> None:
+            made = file.create_dataset("d", data=GRID, chunks=(2, 3), maxshape=(None, 40))
+            made.resize((9, 20))
+            made[8, 19] = 3
+            made.resize((3, 11))
+
+        assert agrees_with_h5py(hdf5_file(write, libver)) == 1
+
+
+def test_edge_chunks_that_skip_their_filters_are_read() -> None:
+    def write(file: h5py.File) -> None:
+        creation = h5p.create(h5p.DATASET_CREATE)
+        creation.set_chunk((2, 3))
+        creation.set_deflate(6)
+        # libhdf5's H5Pset_chunk_opts is not in h5py: masks of single chunks are.
+        made = h5d.create(file.id, b"d", h5t.IEEE_F64LE, h5s.create_simple((4, 6)), creation)
+        for at in ((0, 0), (0, 3), (2, 0), (2, 3)):
+            body = np.arange(6, dtype="<f8").tobytes()
+            plain = at == (2, 0)
+            made.write_direct_chunk(at, body if plain else zlib.compress(body), int(plain))
+
+    data = hdf5_file(write)
+    assert agrees_with_h5py(data) == 1
+    assert '"masks":[[2,1]]' in tensors_of(data)["d"].encoding
+
+
+def test_chunks_that_lie_as_the_dataset_does_are_raw() -> None:
+    def write(file: h5py.File) -> None:
+        for name, shape, chunk in (
+            ("one", (4, 6), (4, 6)),
+            ("rows", (4, 6), (2, 6)),
+            ("rest", (5, 6), (2, 6)),
+            ("columns", (4, 6), (4, 2)),
+            ("planes", (2, 4, 6), (1, 2, 6)),
+            ("planes' rest", (2, 3, 6), (1, 2, 6)),
+        ):
+            file.create_dataset(name, data=np.arange(np.prod(shape)).reshape(shape), chunks=chunk)
+
+    data = hdf5_file(write)
+    assert agrees_with_h5py(data) == 6
+    raw = {name for name, tensor in tensors_of(data).items() if tensor.encoding == "raw"}
+    assert raw == {"one", "rows", "rest", "planes"}
+
+
+def test_encodings_are_few_whatever_the_lengths_of_chunks() -> None:
+    random = np.random.default_rng(3)
+
+    def write(file: h5py.File) -> None:
+        for n in range(50):
+            numbers = random.integers(0, 2**n, (8, 8))
+            file.create_dataset(f"{n}", data=numbers, chunks=(3, 3), compression="gzip")
+
+    assert len(understood(hdf5_file(write)).table.encodings) == 1
+
+
+def test_every_path_to_a_dataset_is_a_tensor_on_one_payload_and_circles_end() -> None:
+    def write(file: h5py.File) -> None:
+        file["w"] = W
+        file["hard"] = file["w"]
+        file["g/again"] = file["w"]
+        file["soft"] = h5py.SoftLink("/w")
+        file["g/relative"] = h5py.SoftLink("again")
+        file["g/up"] = file["/"]
+        file["g/self"] = file["g"]
+        file["twin"] = file["g"]
+        file["by soft"] = h5py.SoftLink("g")
+        file["dangling"] = h5py.SoftLink("/nowhere/at/all")
+        file["circle"] = h5py.SoftLink("/circle")
+        file["through a dataset"] = h5py.SoftLink("/w/x")
+
+    for libver in LIBVERS:
+        data = hdf5_file(write, libver)
+        found = understood(data)
+        names = [
+            *("by soft/again", "by soft/relative", "g/again", "g/relative", "hard", "soft"),
+            *("twin/again", "twin/relative", "w"),
+        ]
+        assert found.table.names() == names
+        assert found.table.n_payloads == 1
+        assert truth_found(data, found) == [truth_of(name, W) for name in names]
+        assert found.facts["dangling_links"] == 3
+
+
+def test_groups_that_fan_out_through_links_end_at_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: h5py.File) -> None:
+        group = file.create_group("0")
+        for n in range(1, 40):
+            below = file.create_group(f"{n}")
+            group["a"], group["b"] = below, below
+            group = below
+        group["w"] = W
+
+    monkeypatch.setattr("slimckpt.formats.hdf5._MAX_PATHS", 10_000)
+    found = locate(hdf5_file(write))
+    assert found.condition == "opaque" and "10000 paths" in (found.problem or "")
+
+
+def test_groups_thousands_deep_are_left_alone() -> None:
+    def write(file: h5py.File) -> None:
+        group = file
+        for _ in range(1100):
+            group = group.create_group("g")
+        group["w"] = W
+
+    found = locate(hdf5_file(write, "latest"))
+    assert found.condition == "opaque" and "1000 deep" in (found.problem or "")
+
+
+@pytest.mark.parametrize("libver", LIBVERS)
+def test_names_are_kept_whatever_they_are(libver: str) -> None:
+    names = ["a.b.c", "..", "名字", "😀", " ", "\n", "x" * 3000, "w:0", "%2F", "-"]
+
+    def write(file: h5py.File) -> None:
+        for name in names:
+            file[name] = W
+        file[b"\xff\xfe"] = W
+
+    data = hdf5_file(write, libver)
+    found = understood(data)
+    assert set(found.table.names()) == {*names, "\\xff\\xfe"}
+    assert {t.sha256 for t in truth_found(data, found)} == {truth_of("", W).sha256}
+
+
+def test_types_that_are_no_arrays_are_opaque_and_their_bytes_are_those_in_the_file() -> None:
+    fields = np.zeros(3, [("x", "<i4"), ("y", "S3")])
+    fields["x"] = 1, 2, 3
+
+    def write(file: h5py.File) -> None:
+        file["compound"] = fields
+        file["string"] = np.array([b"abc", b"de"])
+        file["text"] = "größe"
+        file["enum"] = np.array([1, 2], h5py.enum_dtype({"A": 1, "B": 2}, "i4"))
+        file["opaque"] = np.zeros(2, "V5")
+        file["array"] = np.zeros(2, [("a", "<f4", (2, 2))])
+        file.create_dataset("vlen", (2,), h5py.vlen_dtype("<i4"))[0] = [1, 2]
+        file["w"] = W
+        file["reference"] = file["w"].ref
+        file["null"] = h5py.Empty("<f4")
+        file["extended"] = np.zeros(3, np.longdouble)
+        file.create_dataset("blank", (3,), "S4")
+
+    for libver in ("earliest", "latest"):
+        data = hdf5_file(write, libver)
+        found = understood(data)
+        kinds = {name: tensor.dtype for name, tensor in tensors_of(data).items()}
+        assert kinds.pop("w") == "F32"
+        assert kinds == {
+            "array": "opaque:compound",
+            "blank": "opaque:string",
+            "compound": "opaque:compound",
+            "enum": "opaque:enum",
+            "extended": "opaque:float128",
+            "null": "opaque:null",
+            "opaque": "opaque:opaque",
+            "reference": "opaque:reference",
+            "string": "opaque:string",
+            "text": "opaque:vlen",
+            "vlen": "opaque:vlen",
+        }
+        rows = {found.table.name(row): row for row in range(found.table.n_tensors)}
+        assert elements_of(data, found, rows["compound"]) == fields.tobytes()
+        assert elements_of(data, found, rows["string"]) == b"abcde\0"
+        assert elements_of(data, found, rows["blank"]) == bytes(12)
+        assert len(elements_of(data, found, rows["vlen"])) == 32
+
+
+def test_odd_integers_and_floats_are_opaque() -> None:
+    def write(file: h5py.File) -> None:
+        narrow = h5t.STD_I32LE.copy()
+        narrow.set_precision(20)
+        shifted = h5t.STD_I32LE.copy()
+        shifted.set_precision(16)
+        shifted.set_offset(8)
+        moved = h5t.IEEE_F32LE.copy()
+        moved.set_ebias(126)
+        for name, kind in ((b"a", narrow), (b"b", shifted), (b"c", moved), (b"d", h5t.STD_B16LE)):
+            h5d.create(file.id, name, kind, h5s.create_simple((3,)))
+
+    kinds = [tensor.dtype for tensor in tensors_of(hdf5_file(write)).values()]
+    assert kinds == ["opaque:int32", "opaque:int32", "opaque:float32", "opaque:bitfield"]
+
+
+@pytest.mark.parametrize("big_endian", [False, True])
+@pytest.mark.parametrize("name", ["BF16", "F8_E5M2", "F16", "BOOL", "C64", "U64"])
+def test_the_types_of_our_own_containers_are_read_back(name: str, big_endian: bool) -> None:
+    body = bytes(range(64))
+
+    def write(file: h5py.File) -> None:
+        kind = hdf5_type(name, big_endian)
+        count = 64 // kind.get_size()
+        made = h5d.create(file.id, b"w", kind, h5s.create_simple((count,)))
+        made.write(h5s.ALL, h5s.ALL, np.frombuffer(body, f"V{kind.get_size()}"), mtype=kind)
+
+    data = hdf5_file(write)
+    found, tensor = understood(data), tensors_of(data)["w"]
+    assert tensor.dtype == name
+    assert tensor.big_endian == (big_endian and name != "BOOL") or name == "F8_E5M2"
+    assert elements_of(data, found, 0) == body
+
+
+def test_a_compact_dataset_is_pinned_and_lies_in_its_header() -> None:
+    body = np.random.default_rng(4).random(500)
+    for libver in LIBVERS:
+        data = hdf5_file(lambda file: make(file, "w", body, compact=True), libver)
+        table = understood(data).table
+        (span,) = table.spans(0)
+        assert data[span.offset : span.offset + span.nbytes] == body.tobytes()
+        assert table.payload(0).pinned and not table.stored_apart.any()
+
+
+def test_links_and_bytes_outside_the_file_refuse_it_and_are_not_opened(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    os.mkfifo(canary)  # opening it would wait for ever
+    name = str(canary)
+
+    def link(file: h5py.File) -> None:
+        file["w"] = W
+        file["out"] = h5py.ExternalLink(name, "/w")
+
+    def storage(file: h5py.File) -> None:
+        file["w"] = W
+        file.create_dataset("out", (4,), "<f4", external=[(name, 0, 16)])
+
+    def virtual(file: h5py.File) -> None:
+        layout = h5py.VirtualLayout((4,), "<f4")
+        layout[:] = h5py.VirtualSource(name, "w", (4,))
+        file.create_virtual_dataset("out", layout)
+
+    def through(file: h5py.File) -> None:
+        file["a/out"] = h5py.ExternalLink(name, "/w")
+        file["soft"] = h5py.SoftLink("/a/out/w")
+
+    for write, why in (
+        (link, "external link"),
+        (storage, "external storage"),
+        (virtual, "virtual layout"),
+        (through, "external link"),
+    ):
+        for libver in ("earliest", "latest"):
+            found = locate(hdf5_file(write, libver))
+            assert found.condition == "refused" and found.table.n_tensors == 0
+            assert why in (found.problem or "") and "out" in (found.problem or "")
+
+
+@pytest.mark.parametrize("number", [4, 5, 6])
+def test_filters_that_are_not_undone_fail_their_tensor_by_name_and_no_plugin_is_loaded(
+    number: int,
+) -> None:
+    def write(file: h5py.File) -> None:
+        creation = h5p.create(h5p.DATASET_CREATE)
+        creation.set_chunk((8,))
+        {
+            4: lambda: creation.set_szip(h5py.h5z.SZIP_NN_OPTION_MASK, 8),
+            5: lambda: creation.set_filter(5, 1),
+            6: lambda: creation.set_scaleoffset(2, 4),
+        }[number]()
+        made = h5d.create(file.id, b"d", h5t.STD_I32LE, h5s.create_simple((16,)), creation)
+        made.write(h5s.ALL, h5s.ALL, np.arange(16, dtype="<i4"))
+
+    if number == 4 and not h5py.h5z.filter_avail(4):
+        pytest.skip("this libhdf5 has no szip")
+    data = hdf5_file(write)
+    found = understood(data)
+    with pytest.raises(NotUnderstoodError, match=f"filter {number}"):
+        elements_of(data, found, 0)
+
+
+def test_a_file_that_was_not_closed_is_damaged() -> None:
+    data = bytearray(hdf5_file(lambda file: file.update({"w": W}), "latest"))
+    data[11] = 1
+    data[44:48] = lookup3(bytes(data[:44])).to_bytes(4, "little")
+    found = locate(bytes(data))
+    assert found.condition == "damaged" and "not closed" in (found.problem or "")
+
+
+def test_every_flipped_bit_of_the_new_structures_is_noticed() -> None:
+    """They have checksums: nothing of them may change what is found without an error."""
+    example = small("latest")
+    found = understood(example.data)
+    taken = {
+        at
+        for row in range(found.table.n_payloads)
+        for span in found.table.spans(row)
+        for at in range(span.offset, span.offset + span.nbytes)
+    }
+    for at in range(len(example.data)):
+        if at in taken:
+            continue
+        damaged = bytearray(example.data)
+        damaged[at] ^= 0x10
+        again = examine(BytesSource(bytes(damaged)))
+        if again.condition == "understood":
+            assert truth_found(bytes(damaged), again) == example.tensors, at
+
+
+def test_damage_names_the_dataset() -> None:
+    data = bytearray(
+        hdf5_file(
+            lambda file: (
+                make(file, "some/w", W, compact=True)
+                if "some" in file
+                else (file.create_group("some"), make(file, "some/w", W))[1]
+            )
+        )
+    )
+    at = data.index(b"\x11\x20\x1f\x00")  # the datatype: a 4-byte float
+    data[at] = 0xF1
+    found = locate(bytes(data))
+    assert found.condition == "damaged" and "'some/w'" in (found.problem or "")
+
+
+def test_lookup3_is_that_of_libhdf5_for_every_length() -> None:
+    """Each superblock of the new kind carries one of 44 bytes; attributes give other lengths."""
+    for length in range(1, 60):
+        data = hdf5_file(lambda file, n=length: file.create_group("x" * n), "latest")
+        assert understood(data).table.n_tensors == 0
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4))
+@settings(max_examples=200)
+def test_random_patches_of_rich_files_never_crash_or_hang(seed: int, patches: int) -> None:
+    random = np.random.default_rng(seed)
+    data = bytearray(RICH[seed % len(RICH)])
+    for _ in range(patches):
+        at = int(random.integers(len(data)))
+        data[at : at + 8] = random.bytes(int(random.integers(1, 9)))
+    start = time.process_time()
+    assert_never_silently_wrong(bytes(data), [Hdf5()])
+    assert time.process_time() - start < 5
+
+
+def _rich(file: h5py.File) -> None:
+    for name, (shape, chunk, most) in CHUNKS.items():
+        file.create_dataset(
+            name, data=np.ones(shape), chunks=chunk, maxshape=most, compression="gzip"
+        )
+    for n in range(30):
+        file[f"many/{n}"] = np.int16(n)
+    make(file, "compact", W, compact=True)
+    file["soft"] = h5py.SoftLink("/many/3")
+    file["flag"] = np.array([True])
+
+
+RICH = [hdf5_file(_rich, libver) for libver in ("earliest", "latest")]
+
+
+def test_a_group_of_a_hundred_thousand_links_is_walked_in_seconds(tmp_path: Path) -> None:
+    for libver in ("earliest", "latest"):
+        path = tmp_path / libver
+        with h5py.File(path, "w", libver=(libver, "latest")) as file:
+            file["w"] = W
+            links, root = file.create_group("many").id.links, file["/"].id
+            for n in range(100_000):
+                links.create_hard(b"layer.%d.weight" % n, root, b"w")
+        start = time.process_time()
+        with FileSource(os.fsencode(path)) as source:
+            found = examine(source)
+        assert time.process_time() - start < 8
+        assert (found.table.n_tensors, found.table.n_payloads) == (100_001, 1)
+
+
+def test_a_chunk_that_would_inflate_to_more_than_it_may_is_damage_and_takes_no_memory() -> None:
+    import tracemalloc
+
+    def write(file: h5py.File) -> None:
+        creation = h5p.create(h5p.DATASET_CREATE)
+        creation.set_chunk((1000,))
+        creation.set_deflate(6)
+        made = h5d.create(file.id, b"d", h5t.STD_U8LE, h5s.create_simple((1000,)), creation)
+        made.write_direct_chunk((0,), zlib.compress(bytes(200_000_000)), 0)
+
+    data = hdf5_file(write)
+    found = understood(data)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match="do not end after 1000 bytes"):
+            elements_of(data, found, 0)
+        assert tracemalloc.get_traced_memory()[1] < 2_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_damaged_chunk_is_found_by_its_own_checksum() -> None:
+    numbers = np.random.default_rng(5).integers(0, 255, 2001).astype(np.uint8)
+
+    def write(file: h5py.File) -> None:
+        file.create_dataset("d", data=numbers, chunks=(1001,), fletcher32=True)
+
+    data = bytearray(hdf5_file(write))
+    found = understood(bytes(data))
+    assert elements_of(bytes(data), found, 0) == numbers.tobytes()
+    data[found.table.spans(0)[1].offset + 17] ^= 4
+    with pytest.raises(ValueError, match="checksum of a chunk"):
+        elements_of(bytes(data), found, 0)
