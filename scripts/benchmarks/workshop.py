@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,6 +15,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 
+import slimckpt
 from benchmarks.turns import stop
 from slimckpt.formats import examine
 from slimckpt.model import FLOOR as SMALLEST
@@ -144,6 +146,25 @@ class Workshop:
             size = path.stat().st_size
             for at in range(0, size, PIECE):
                 found.append((str(path), at, min(PIECE, size - at)))
+        return self.listing(found)
+
+    def mapped(self, checkpoint: Path) -> Path:
+        """Lists where the arrays of rank 0 lie, as the kernel says where their memory is from."""
+        found = []
+        with slimckpt.open(checkpoint) as opened:
+            arrays = list(opened.rank(0).values())
+            maps = []
+            for line in Path("/proc/self/maps").read_text().splitlines():
+                addresses, _, offset, _, _, path = (*line.split(maxsplit=5), "")[:6]
+                first, last = (int(address, 16) for address in addresses.split("-"))
+                maps.append((first, last, int(offset, 16), path))
+            starts = [first for first, *_ in maps]
+            for array in arrays:
+                at = array.__array_interface__["data"][0]
+                first, last, offset, path = maps[bisect_right(starts, at) - 1]
+                if not (first <= at and at + array.nbytes <= last and path.startswith("/")):
+                    stop(f"an array of {checkpoint} is not mapped from a file")
+                found.append((path, offset + at - first, array.nbytes))
         return self.listing(found)
 
     def listing(self, found: object) -> Path:

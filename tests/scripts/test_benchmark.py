@@ -47,7 +47,7 @@ def test_the_smoke_run_measures_everything(tmp_path: Path) -> None:
     assert len(table.read_text().splitlines()) == len(verdicts) + 2
     kept = {name for m in found["measurements"].values() for name in (*m["turns"], *m["missing"])}
     assert kept >= {"borg create", "restic backup", "casync make", "cp -r", "1,000: h5py"}
-    assert kept >= {"1,000: numpy.memmap", "1,000: safetensors", "tar | zstd --long=31 -T0"}
+    assert kept >= {"1,000: numpy.memmap, store", "1,000: safetensors", "tar | zstd --long=31 -T0"}
 
 
 def test_an_unknown_measurement_is_named() -> None:
