@@ -7,6 +7,11 @@ by what the stored bytes can decode to.
 
 ``deflate:N`` is a raw deflate stream (RFC 1951) of N decoded bytes.
 
+``latin-1-as-utf-8:N`` is text in UTF-8 whose N characters are the bytes (pickles of protocol 2).
+
+``conj:N`` and ``neg:N`` are numbers that torch marked as conjugated or negated instead of writing
+them so: the sign is flipped of every second component, or of every one, of N bytes each.
+
 ``hdf5-chunks:{...}`` are chunks of an HDF5 dataset, one span each, in C order of their grid:
 ``shape`` and ``chunk`` in elements of ``itemsize`` bytes; ``filters`` as ``[number, values...]`` in
 the order in which they were applied; ``stored`` as ``[first, count]`` runs of the chunks that there
@@ -61,6 +66,31 @@ def _raw(stored: Bytes, parameters: str, lengths: Sequence[int]) -> Bytes:
 
 def _deflate(stored: Bytes, parameters: str, lengths: Sequence[int]) -> Bytes:
     return _inflate(stored, int(parameters), -zlib.MAX_WBITS)
+
+
+def _latin_1(stored: Bytes, parameters: str, lengths: Sequence[int]) -> Bytes:
+    try:
+        found = stored.tobytes().decode("utf-8").encode("latin-1")
+    except UnicodeError as error:
+        raise DamagedFileError(f"its bytes, which are text, are damaged: {error}") from None
+    if len(found) != int(parameters):
+        raise DamagedFileError(f"its text has {len(found)} characters, expected {parameters}")
+    return np.frombuffer(found, np.uint8)
+
+
+def _conjugated(stored: Bytes, parameters: str, lengths: Sequence[int]) -> Bytes:
+    return _flipped(stored, int(parameters), 2)
+
+
+def _negated(stored: Bytes, parameters: str, lengths: Sequence[int]) -> Bytes:
+    return _flipped(stored, int(parameters), 1)
+
+
+def _flipped(stored: Bytes, nbytes: int, every: int) -> Bytes:
+    """A copy with the sign bit of each ``every``-th number flipped; little endian."""
+    found: Bytes = stored.copy()
+    found[every * nbytes - 1 :: every * nbytes] ^= 0x80
+    return found
 
 
 def _inflate(stored: Bytes, nbytes: int, wbits: int) -> Bytes:
@@ -231,5 +261,8 @@ def _unlzf(body: Bytes, nbytes: int) -> Bytes:
 DECODERS: dict[str, Decoder] = {
     RAW: _raw,
     "deflate": _deflate,
+    "latin-1-as-utf-8": _latin_1,
+    "conj": _conjugated,
+    "neg": _negated,
     "hdf5-chunks": _hdf5_chunks,
 }

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from slimckpt.errors import DamagedFileError
+from slimckpt.errors import DamagedFileError, NotUnderstoodError
 from slimckpt.formats.numpy_arrays import Array, array_of
 from slimckpt.formats.objects import walk
 from slimckpt.formats.pickles import Stored
@@ -92,6 +92,13 @@ class Located:
             self._array(name, path, tensor.storage)
             return
         home = self.storages(tensor.storage)
+        if tensor.encoding != RAW:
+            if home.encoding != RAW or self.big_endian:
+                raise NotUnderstoodError(
+                    f"{self.label}: tensor {name!a} is marked {tensor.encoding} in a storage that"
+                    " is itself encoded; the file is kept as a whole"
+                )
+            home = home._replace(encoding=tensor.encoding)
         nbytes = math.prod(tensor.shape) * tensor.itemsize
         strides = () if is_contiguous(tensor.shape, tensor.strides) else tensor.strides
         self._row(

@@ -214,7 +214,8 @@ class TorchLegacy(Format):
             itemsize = storage.nbytes // max(storage.elements, 1) or 1
             if count != storage.elements:
                 raise DamagedFileError(
-                    f"{source.label}: storage {key} has {count} elements, expected {storage.elements}"
+                    f"{source.label}: storage {key} has {count} elements, expected"
+                    f" {storage.elements}"
                 )
             at += 8
             nbytes = count * itemsize

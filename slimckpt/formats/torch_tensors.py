@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from slimckpt.dtypes import BY_NAME, OPAQUE
 from slimckpt.formats.numpy_arrays import Array, array_of, is_shape
 from slimckpt.formats.pickles import Call, Dict, Global, Persistent
+from slimckpt.model import RAW
 
 _CLASSES = {
     "Double": "F64", "Float": "F32", "Half": "F16", "BFloat16": "BF16", "Long": "I64", "Int": "I32",
@@ -47,6 +48,7 @@ class TorchTensor(NamedTuple):
 
     ``storage`` is an :class:`Array` where its bytes are inside the pickle, and ``None`` where it
     has none at all. ``itemsize`` is in bytes, ``offset`` and ``strides`` in elements.
+    ``encoding`` is how the bytes of the storage become those of the tensor.
     """
 
     suffix: str
@@ -56,6 +58,7 @@ class TorchTensor(NamedTuple):
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    encoding: str = RAW
 
 
 def storage_of(node: Any) -> Storage | None:
@@ -89,8 +92,9 @@ def tensors_of(node: Any, suffix: str = "", wrapped: int = 0) -> list[TorchTenso
     if not module.startswith(("torch.", "torch_")):
         return None
     if name in ("_rebuild_tensor_v2", "_rebuild_tensor", "_rebuild_tensor_v3") and len(args) >= 4:
-        dtype = args[6] if name == "_rebuild_tensor_v3" and len(args) > 6 else None
-        return _one(suffix, args[:4], dtype)
+        third = name == "_rebuild_tensor_v3"
+        found = _one(suffix, args[:4], args[6] if third and len(args) > 6 else None)
+        return _marked(found, args[6 + third :])
     if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args:
         return tensors_of(args[0], suffix, wrapped + 1)
     if name == "_rebuild_device_tensor_from_cpu_tensor" and args:
@@ -167,6 +171,21 @@ def _one(suffix: str, args: tuple[Any, ...], dtype: Any) -> list[TorchTensor] | 
     if itemsize is None:
         return None
     return [TorchTensor(suffix, place, name, itemsize, offset, shape, strides)]
+
+
+def _marked(found: list[TorchTensor] | None, metadata: tuple[Any, ...]) -> list[TorchTensor] | None:
+    """Tensors with the marks of the last argument: ``{"conj": True, "neg": True}``."""
+    pairs = metadata[0].pairs if metadata and type(metadata[0]) is Dict else []
+    marks = {key for key, value in pairs if type(key) is str and value is True}
+    if not found or not marks & {"conj", "neg"}:
+        return found
+    (tensor,) = found
+    nbytes = tensor.itemsize // 2 if tensor.dtype[0] == "C" else tensor.itemsize
+    if len(marks) == 1 and tensor.dtype[0] in "CFB":
+        mark = marks.pop()
+        if mark == "neg" or tensor.dtype[0] == "C":
+            return [tensor._replace(encoding=f"{mark}:{nbytes}")]
+    return [tensor._replace(dtype=f"{OPAQUE}{tensor.dtype}-{'-'.join(sorted(marks))}"[:64])]
 
 
 def _of_array(suffix: str, array: Array) -> TorchTensor:
