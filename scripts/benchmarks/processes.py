@@ -16,6 +16,7 @@ from benchmarks.turns import Figures, stop
 from benchmarks.workshop import Workshop, bytes_on_disk, call, read_all
 
 SAMPLE_EVERY = 0.001
+MEMORY = re.compile(rb"VmHWM:\s+(\d+) kB.*RssAnon:\s+(\d+) kB", re.DOTALL)
 
 
 @dataclass
@@ -82,16 +83,18 @@ def watch(command: list[object], code: int) -> tuple[str, Figures]:
         output: list[str] = []
         reader = threading.Thread(target=lambda: output.extend(process.communicate()))
         reader.start()
-        with Path(f"/proc/{process.pid}/status").open("rb", buffering=0) as status:
-            while reader.is_alive():
-                status.seek(0)
-                try:
-                    text = status.read()
-                except ProcessLookupError:
-                    break
-                if found := re.search(rb"VmHWM:\s+(\d+) kB.*RssAnon:\s+(\d+) kB", text, re.DOTALL):
-                    whole, private = int(found[1]), max(private, int(found[2]))
-                reader.join(SAMPLE_EVERY)
+        try:
+            with Path(f"/proc/{process.pid}/status").open("rb", buffering=0) as status:
+                while reader.is_alive():
+                    status.seek(0)
+                    if found := MEMORY.search(status.read()):
+                        whole, private = int(found[1]), max(private, int(found[2]))
+                    reader.join(SAMPLE_EVERY)
+        except ProcessLookupError:
+            pass  # it has ended
+        except BaseException:
+            process.kill()
+            raise
         reader.join()
     if process.returncode != code:
         stop(f"{' '.join(words)} ended in {process.returncode}, not {code}\n{output[1]}")
