@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from typing import TYPE_CHECKING
 
 import click
 
-from slimckpt.analysis.report import Amount, Report
 from slimckpt.cli.show import (
     category_option,
     count,
@@ -19,6 +19,9 @@ from slimckpt.cli.show import (
     size,
     table,
 )
+
+if TYPE_CHECKING:
+    from slimckpt.analysis.report import Amount, Report
 
 _MOST_FILES = 10
 
@@ -50,7 +53,8 @@ def analyze_command(
 ) -> None:
     """Show what is replicated in SRC, and what slimming it would save.
 
-    Several directories are looked at together. Writes nothing. Without --exact it reads headers and under a KiB of each tensor.
+    Several directories are looked at together. Writes nothing. Without --exact it reads headers
+    and under a KiB of each tensor.
     """
     from slimckpt.analysis.analyze import analyze
 
