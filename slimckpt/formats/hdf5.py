@@ -69,7 +69,7 @@ def locate_hdf5(
     walk = _Walk(file)
     tensors: dict[int, dict[str, Any]] = {}
     for path, address, dataset in walk.datasets():
-        file.where = f"dataset {_show(path)}: "
+        file.subject = "dataset", path
         if address not in tensors:
             tensors[address] = _tensor(file, table, dataset)
         table.tensor(prefix + path.decode("utf-8", "backslashreplace"), **tensors[address])
@@ -138,9 +138,9 @@ class _Walk:
     def _object(self, address: int | None, path: bytes) -> _Group | Dataset | None:
         """The group or dataset at ``address``; ``None`` for anything else (a named type)."""
         file = self.file
-        file.where = f"object {_show(path)}: "
+        file.subject = "object", path
         if address is None:
-            raise file.damaged("a hard link leads nowhere")
+            raise file.damaged("has no address")
         if address not in self._objects:
             messages = file.messages(address)
             kinds = {kind for kind, _ in messages}
@@ -150,20 +150,18 @@ class _Walk:
             elif LAYOUT in kinds:
                 found = read_dataset(file, messages)
             self._objects[address] = found
-        file.where = ""
+        file.subject = None
         return self._objects[address]
 
     def _follow(self, group: _Group, link: Link, path: bytes, hops: int) -> int | None:
         """The address a link leads to; ``None`` where a soft one leads nowhere."""
+        self.file.subject = "link", path
         if link.kind == HARD:
             if link.address is None:
-                raise self.file.damaged(f"link {_show(path)}: it leads nowhere")
+                raise self.file.damaged("leads nowhere")
             return link.address
         if link.kind != SOFT:
-            raise self.file.refused(
-                f"link {_show(path)}: it leads to another file (an external link), which is not"
-                " followed"
-            )
+            raise self.file.refused("leads to another file (an external link), never followed")
         if hops == _MAX_HOPS:
             return None
         at = self.file.root if link.target.startswith(b"/") else group.address
@@ -247,8 +245,3 @@ def _follow_each_other(shape: tuple[int, ...], chunk: tuple[int, ...]) -> bool:
         return False
     # A last chunk that reaches beyond the dataset has only what is not asked for at its end.
     return axis == len(shape) or shape[axis] % chunk[axis] == 0 or math.prod(shape[:axis]) == 1
-
-
-def _show(path: bytes) -> str:
-    text = path.decode("utf-8", "backslashreplace")
-    return ascii(text if len(text) <= 100 else text[:100] + "...")

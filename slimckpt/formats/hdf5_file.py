@@ -89,24 +89,31 @@ class Hdf5File:
     """The structure of an HDF5 file that lies at ``start`` to ``stop`` of a source.
 
     Addresses are relative to the superblock; :meth:`place` makes them offsets of the source.
-    ``where`` is what errors say they are about.
+    ``subject`` is what errors say they are about: a kind of thing and its path.
     """
 
     def __init__(self, source: ByteSource, start: int, stop: int) -> None:
         self.source = source
-        self.where = ""
+        self.subject: tuple[str, bytes] | None = None
         self.base = self.stop = 0
         self.address_nbytes = self.length_nbytes = 8
         self._superblock(start, stop)
 
     def damaged(self, why: str) -> DamagedFileError:
-        return DamagedFileError(f"{self.source.label}: {self.where}{why}")
+        return DamagedFileError(self._about(why))
 
     def refused(self, why: str) -> RefusedFileError:
-        return RefusedFileError(f"{self.source.label}: {self.where}{why}")
+        return RefusedFileError(self._about(why))
 
     def unknown(self, why: str) -> NotUnderstoodError:
-        return NotUnderstoodError(f"{self.source.label}: {self.where}{why}")
+        return NotUnderstoodError(self._about(why))
+
+    def _about(self, why: str) -> str:
+        if self.subject is None:
+            return f"{self.source.label}: {why}"
+        kind, path = self.subject
+        text = path[:100].decode("utf-8", "backslashreplace") + "..." * (len(path) > 100)
+        return f"{self.source.label}: {kind} {text!a}: {why}"
 
     def place(self, address: int | None, nbytes: int) -> int:
         """The offset in the source of ``nbytes`` bytes at ``address``."""
