@@ -35,7 +35,8 @@ _ZERO = rf"(?:(?:bf|fp)16_)?zero_pp_rank_(?P<dp>{_N})_mp_rank_(?P<tp>{_N})"
 _MP_TAIL = r"(?:[_.-](?![0-9]).*)?"
 """No digit first, or a number too long for a coordinate would count as the rest of the name."""
 _OF_THE_JOB = "".join(
-    rf"(?<!(?<![^_.-]){word}[_-])" for word in ("[cdemstp]p", "local", "node", "lora", "low")
+    rf"(?<!(?<![^_.-]){word}[_-])"
+    for word in ("[cdemstp]p", "expp", "local", "node", "lora", "low")
 )
 """Tensor-parallel ranks, ranks in a node and ranks of adapters are not ranks of the job."""
 
@@ -61,6 +62,17 @@ _TABLE = (
     # mp_rank_TT_EEE, which no one can tell from mp_rank_TT_PPP.
     _Row(_Of.DIRECTORY, _MP),
     _Row(_Of.FILE, _MP + _MP_TAIL),
+    # DeepSpeed: experts; their optimizer state; layers of a pipeline
+    _Row(_Of.FILE, rf"layer_{_N}_expert_(?P<ep>{_N})_mp_rank_(?P<tp>{_N}){_MP_TAIL}"),
+    _Row(_Of.FILE, rf"expp_rank_(?P<ep>{_N})_mp_rank_(?P<tp>{_N}){_MP_TAIL}"),
+    _Row(_Of.FILE, rf"layer_{_N}-model_(?P<tp>{_N}){_MP_TAIL}"),
+    # torch.distributed.checkpoint: which rank wrote the file, and which of its files; Paddle: rank
+    # and number of the save
+    _Row(_Of.FILE, rf"__(?P<rank>{_N})_{_N}\.distcp"),
+    _Row(_Of.FILE, rf"(?P<rank>{_N})_{_N}\.distcp"),
+    # Hugging Face Trainer, accelerate
+    _Row(_Of.FILE, rf"rng_state_(?P<rank>{_N})\.pth"),
+    _Row(_Of.FILE, rf"random_states_(?P<rank>{_N})\.pkl"),
     _Row(_Of.DIRECTORY, _ZERO),
     _Row(_Of.FILE, _ZERO + _MP_TAIL),
 )

@@ -52,6 +52,13 @@ NO_STEPS = (
     "step_1\n/f",
 )
 RANKS = {
+    "step_10/__0_0.distcp": 0,
+    "iter_0000010/__3_1.distcp": 3,
+    "ckpt/3_12.distcp": 3,
+    "checkpoint-10/rng_state_3.pth": 3,
+    "checkpoint_0/random_states_2.pkl": 2,
+    "actor/optim_world_size_8_rank_3.pt": 3,
+    "m/model-rank-2-part-1.safetensors": 2,
     "rank_3/net-1_5.ckpt": 3,
     "rank-3/f": 3,
     "rank3/f": 3,
@@ -65,6 +72,10 @@ RANKS = {
     "model_step_10_rank_3.pt": 3,
 }
 NO_RANKS = (
+    "ckpt/0.metadata",
+    "checkpoint-10/rng_state.pth",
+    "pytorch_model-00001-of-00002.bin",
+    "global_step5/expp_rank_1_mp_rank_02_optim_states.pt",
     "mp_rank_00/f",
     "mp_rank_00_model_states.pt",
     "zero_pp_rank_0_mp_rank_00_optim_states.pt",
@@ -81,6 +92,9 @@ NO_RANKS = (
     f"checkpoint_rank{TOO_LONG}.pt",
 )
 COORDINATES = {
+    "global_step5/layer_3_expert_7_mp_rank_01_model_states.pt": {"ep": 7, "tp": 1},
+    "global_step5/expp_rank_1_mp_rank_02_optim_states.pt": {"ep": 1, "tp": 2},
+    "global_step5/layer_05-model_02-model_states.pt": {"tp": 2},
     "mp_rank_01/f": {"tp": 1},
     "mp_rank_01_002/f": {"tp": 1, "pp": 2},
     "mp_rank_01_002_003/f": {"tp": 1, "pp": 2, "ep": 3},
