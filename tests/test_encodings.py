@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from slimckpt.encodings import decoder, fletcher32
 from slimckpt.errors import DamagedFileError, NotUnderstoodError
+from slimckpt.model import Table, TableBuilder
 
 BYTES = st.binary(max_size=300)
 
@@ -189,3 +190,16 @@ def test_shuffled_bytes_are_put_back(body: bytes, itemsize: int) -> None:
     if body:
         told = chunks([len(body)], [len(body)], filters=[[2, itemsize]])
         assert decode(told, shuffled) == body
+
+
+def test_more_encodings_than_16_bits_count_survive_a_merge() -> None:
+    tables = []
+    for first in (0, 50_000):
+        builder = TableBuilder()
+        for n in range(first, first + 50_000):
+            row = builder.payload([(n, 1)])
+            builder.tensor("w", "U8", [n], n, payload=row, encoding=f"deflate:{n}")
+        tables.append(builder.build())
+    table = Table.concatenate(tables)
+    for row in (0, 49_999, 50_000, 70_000, 99_999):
+        assert table.tensor(row).encoding == f"deflate:{row}"

@@ -91,14 +91,11 @@ def agrees_with_h5py(data: bytes) -> int:
 def small(libver: str) -> Example:
     def write(file: h5py.File) -> None:
         file["w"] = W
-        file["g/edge"] = np.arange(5, dtype=">i2")
-        file["g/tied"] = h5py.SoftLink("/w")
+        file["edge"] = np.arange(5, dtype=">i2")
+        file["tied"] = h5py.SoftLink("/w")
 
-    tensors = [
-        Truth.of("g/edge", "I16", (5,), np.arange(5, dtype=">i2").tobytes()),
-        truth_of("g/tied", W),
-        truth_of("w", W),
-    ]
+    edge = Truth.of("edge", "I16", (5,), np.arange(5, dtype=">i2").tobytes())
+    tensors = [edge, truth_of("tied", W), truth_of("w", W)]
     return Example(hdf5_file(write, libver), tensors)
 
 
@@ -254,12 +251,11 @@ def test_a_dataset_that_was_resized_is_read_at_its_last_shape() -> None:
         assert agrees_with_h5py(hdf5_file(write, libver)) == 1
 
 
-def test_edge_chunks_that_skip_their_filters_are_read() -> None:
+def test_a_chunk_that_skipped_its_filters_is_read() -> None:
     def write(file: h5py.File) -> None:
         creation = h5p.create(h5p.DATASET_CREATE)
         creation.set_chunk((2, 3))
         creation.set_deflate(6)
-        # libhdf5's H5Pset_chunk_opts is not in h5py: masks of single chunks are.
         made = h5d.create(file.id, b"d", h5t.IEEE_F64LE, h5s.create_simple((4, 6)), creation)
         for at in ((0, 0), (0, 3), (2, 0), (2, 3)):
             body = np.arange(6, dtype="<f8").tobytes()
@@ -269,6 +265,30 @@ def test_edge_chunks_that_skip_their_filters_are_read() -> None:
     data = hdf5_file(write)
     assert agrees_with_h5py(data) == 1
     assert '"masks":[[2,1]]' in tensors_of(data)["d"].encoding
+
+
+def test_edge_chunks_that_a_dataset_leaves_unfiltered_are_read() -> None:
+    """``H5Pset_chunk_opts`` is not in h5py, so its flag is set in the bytes of the layout."""
+    whole = np.arange(24, dtype="<f8").reshape(4, 6)
+
+    def write(file: h5py.File) -> None:
+        made = file.create_dataset("d", (4, 5), "<f8", chunks=(2, 3), compression="gzip")
+        for i, j in ((0, 0), (0, 3), (2, 0), (2, 3)):
+            body = whole[i : i + 2, j : j + 3].tobytes()
+            made.id.write_direct_chunk((i, j), body if j else zlib.compress(body))
+
+    data = bytearray(hdf5_file(write, "v110"))
+    layout = data.index(b"\x04\x02\x00\x03\x01\x02\x03\x08")
+    start = data.rindex(b"OHDR", 0, layout)
+    (end,) = (
+        at
+        for at in range(layout, layout + 500)
+        if data[at : at + 4] == lookup3(bytes(data[start:at])).to_bytes(4, "little")
+    )
+    data[layout + 2] = 1
+    data[end : end + 4] = lookup3(bytes(data[start:end])).to_bytes(4, "little")
+    assert agrees_with_h5py(bytes(data)) == 1
+    assert elements_of(bytes(data), understood(bytes(data)), 0) == whole[:, :5].tobytes()
 
 
 def test_chunks_that_lie_as_the_dataset_does_are_raw() -> None:

@@ -218,6 +218,18 @@ def test_a_filter_that_is_not_undone_fails_its_tensor_alone(tmp_path: Path) -> N
     assert verify(tmp_path / "store", against=tmp_path / "run").safe
 
 
+def test_a_tensor_that_no_memory_holds_decoded_says_so(tmp_path: Path) -> None:
+    def write(file: h5py.File) -> None:
+        options = {"chunks": (1024,), "maxshape": (None,)}
+        file.create_dataset("vast", (2**50,), "<f8", **options)[5] = 1
+
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "w.h5").write_bytes(hdf5_file(write))
+    told = pytest.raises(NotUnderstoodError, match=rf"'vast'.*no memory.*{2**53} bytes")
+    with slimckpt.open(tmp_path / "run") as checkpoint, told:
+        checkpoint.rank()["vast"]
+
+
 def test_damage_of_a_decoded_tensor_names_it(tmp_path: Path) -> None:
     def write(file: h5py.File) -> None:
         file.create_dataset("packed", data=SHARED, chunks=(64, 50), compression="gzip")
@@ -239,3 +251,17 @@ def test_damage_of_a_decoded_tensor_names_it(tmp_path: Path) -> None:
         view = checkpoint.rank(0)
         with pytest.raises(StoreDamagedError, match=r"tensor 'packed'.*deflated bytes"):
             view["packed"]
+
+
+def test_verify_tells_of_a_member_that_was_damaged_before_it_was_slimmed(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / "run" / f"rank_{rank}"
+        folder.mkdir(parents=True)
+        np.savez(folder / "w.npz", w=SHARED, v=SHARED + 1)
+        data = bytearray((folder / "w.npz").read_bytes())
+        data[data.index(SHARED.tobytes()) + 9] ^= 1
+        (folder / "w.npz").write_bytes(data)
+    slim(tmp_path / "run", tmp_path / "store", min_saving=0)
+    checked = verify(tmp_path / "store", against=tmp_path / "run")
+    assert len(checked.problems) == 2
+    assert all("'w.npy' has CRC32" in problem for problem in checked.problems)
