@@ -175,11 +175,12 @@ def _show_savings(report: Report) -> None:
     if report.gain or drops:
         click.echo(f"  {command}{'' if report.gain else ' OPTIONS'}")
     if drops:
-        what = (
-            "OPTIONS that save more" if report.gain else "OPTIONS that save something all the same"
+        click.echo(
+            "What is not repeated but not resumed from may be left out, for good, by OPTIONS:"
         )
-        click.echo(f"{what}: not redundant, but gone for good, where no one resumes from it")
-        click.echo(table([[saving.options, f"up to {size(saving.saved)}"] for saving in drops]))
+        more = "more" if report.gain else "in all"
+        rows = [[saving.options, f"saves up to {size(saving.saved)} {more}"] for saving in drops]
+        click.echo(table(rows, left=(0, 1)))
 
 
 def _step(step: int | str | None) -> str:

@@ -72,8 +72,8 @@ def test_what_it_promises_is_what_slim_does(training: Path) -> None:
 def test_it_names_the_command_and_calls_dropping_no_redundancy(training: Path) -> None:
     ran = run("analyze", training)
     assert f"\n  slimckpt slim {training} {training}.slim\n" in ran.stdout
-    after = ran.stdout[ran.stdout.index("not redundant") :]
-    assert "  --drop optimizer --keep-full last:1  up to 2.10 MB\n" in after
+    after = ran.stdout[ran.stdout.index("What is not repeated") :]
+    assert "  --drop optimizer --keep-full last:1  saves up to 2.10 MB more\n" in after
     assert "  --drop master " in after
 
 
@@ -107,7 +107,7 @@ def test_nothing_to_gain_but_something_to_drop(tmp_path: Path) -> None:
     assert "There is nothing to gain" in ran.stdout
     command = next(line for line in ran.stdout.splitlines() if line.endswith("OPTIONS")).split()
     assert command[:2] == ["slimckpt", "slim"]
-    assert "  --drop optimizer  up to 1.05 MB" in ran.stdout
+    assert "  --drop optimizer  saves up to 1.05 MB in all" in ran.stdout
     command[-1:] = ["--drop", "optimizer"]
     done = run(*command[1:])
     assert done.returncode == 0, done.stderr
