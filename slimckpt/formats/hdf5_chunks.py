@@ -1,9 +1,9 @@
 """The chunks of an HDF5 dataset: five kinds of index.
 
 "HDF5 File Format Specification Version 3.0", sections III.A.1, III.A.2 and VII; how elements of
-extensible arrays are found follows ``H5EAhdr.c``, ``H5EAiblock.c`` and ``H5Dearray.c``. (``H5Dchunk_iter`` is
-wrong about them: up to 2.0.0 it gives wrong coordinates where the axis without end is not the
-first, and 1.14.2 leaves the user block out of addresses.)
+extensible arrays are found follows ``H5EAhdr.c``, ``H5EAiblock.c`` and ``H5Dearray.c``.
+(``H5Dchunk_iter`` is wrong about them: up to 2.0.0 it gives wrong coordinates where the axis
+without end is not the first, and 1.14.2 leaves the user block out of addresses.)
 """
 
 from __future__ import annotations

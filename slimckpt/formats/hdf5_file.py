@@ -4,7 +4,7 @@ Structure is read here and not by libhdf5, which is no judge of damaged files: o
 a few changed bits or bytes of structure, 1.14.2 died on 2,389 (aborts, segmentation faults, four
 endless loops), and of 71,521, 2.0.0 on 20. What is read follows the "HDF5 File Format Specification
 Version 3.0" and, where it is silent, libhdf5 1.14 (``H5Fsuper.c``, ``H5Ocache.c``, ``H5Oshared.h``,
-``H5checksum.c``). Every read is inside the file, no block is visited twice, and the checksums of
+``H5checksum.c``). Every read is inside the file, no tree goes in a circle, and the checksums of
 the structures that have one are checked.
 """
 
@@ -96,6 +96,8 @@ class Hdf5File:
         self.source = source
         self.subject: tuple[str, bytes] | None = None
         self._in_shared = False
+        # Links and headers may lead to the same bytes again, but not for ever.
+        self._room = 16 * (stop - start) + _MAX_BLOCK
         self.base = self.stop = 0
         self.address_nbytes = self.length_nbytes = 8
         self._superblock(start, stop)
@@ -126,6 +128,9 @@ class Hdf5File:
         offset = self.place(address, nbytes)
         if nbytes > _MAX_BLOCK:
             raise self.unknown(f"a block of structure has {nbytes} bytes, more than {_MAX_BLOCK}")
+        self._room -= nbytes
+        if self._room < 0:
+            raise self.damaged("its structures lie on each other many times over")
         return Cursor(self, self.source.read(offset, nbytes), offset)
 
     def signed(self, address: int | None, nbytes: int, magic: bytes) -> Cursor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import math
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from slimckpt.dtypes import OPAQUE
@@ -80,8 +81,7 @@ class Npy(Format):
         return head.startswith(MAGIC) and head[6:8] in (b"\1\0", b"\2\0", b"\3\0")
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
-        head = source.read(0, min(12, source.size))
-        array = read_header(source.read(0, min(header_nbytes(head), source.size)), source.label)
+        array = read_header(lambda nbytes: source.read(0, min(nbytes, source.size)), source.label)
         nbytes = array.check(source.label, source.size - array.header_nbytes)
         if array.nbytes is None and source.read(source.size - 1, 1) != b".":
             raise DamagedFileError(
@@ -92,14 +92,8 @@ class Npy(Format):
         return {}
 
 
-def header_nbytes(head: bytes) -> int:
-    """Bytes of a header with all that comes before the array, from its first 12 bytes."""
-    width = 2 if head[6:7] == b"\1" else 4
-    return 8 + width + int.from_bytes(head[8 : 8 + width], "little")
-
-
-def read_header(head: bytes, label: str) -> Array:
-    """Take a header apart; ``head`` holds all of it.
+def read_header(first: Callable[[int], bytes], label: str) -> Array:
+    """Take a header apart; ``first`` gives that many bytes of the file, or all there are.
 
     Raises
     ------
@@ -108,17 +102,18 @@ def read_header(head: bytes, label: str) -> Array:
     NotUnderstoodError
         It is longer than any real one, or written in a way that numpy does not write.
     """
-    total = header_nbytes(head)
+    head = first(12)
     if not head.startswith(MAGIC) or head[7:8] != b"\0" or head[6] not in (1, 2, 3):
         raise DamagedFileError(f"{label}: expected a header of numpy, found {head[:8]!r}")
+    width = 2 if head[6] == 1 else 4
+    total = 8 + width + int.from_bytes(head[8 : 8 + width], "little")
     if total > MAX_HEADER:
         raise NotUnderstoodError(f"{label}: a header of {total} bytes, more than {MAX_HEADER}")
+    head = first(total)
     if len(head) < total:
         raise DamagedFileError(f"{label}: expected a header of {total} bytes; it looks truncated")
     try:
-        text = head[10 if head[6] == 1 else 12 : total].decode(
-            "utf-8" if head[6] == 3 else "latin1"
-        )
+        text = head[8 + width : total].decode("utf-8" if head[6] == 3 else "latin1")
     except UnicodeDecodeError as error:
         raise DamagedFileError(f"{label}: {error}") from None
     found = _HEADER.fullmatch(text)

@@ -6,7 +6,7 @@ from typing import Any
 
 from slimckpt.dtypes import OPAQUE
 from slimckpt.formats.base import Format
-from slimckpt.formats.npy import header_nbytes, read_header
+from slimckpt.formats.npy import read_header
 from slimckpt.formats.zips import (
     DEFLATED,
     END,
@@ -51,9 +51,7 @@ class Npz(Format):
 
 def _array(source: ByteSource, table: TableBuilder, member: Member) -> None:
     label = f"{source.label}: member {member.name!a}"
-    head = decoded_head(source, member, 12)
-    head = decoded_head(source, member, header_nbytes(head))
-    array = read_header(head, label)
+    array = read_header(lambda nbytes: decoded_head(source, member, nbytes), label)
     nbytes = array.check(label, member.nbytes - array.header_nbytes)
     where: dict[str, Any] = {}
     if nbytes and member.method == STORED:

@@ -5,6 +5,7 @@ Truth is h5py on the same bytes, or the array that was written.
 
 import io
 import os
+import struct
 import time
 import zlib
 from pathlib import Path
@@ -360,6 +361,25 @@ def test_groups_that_fan_out_through_links_end_at_a_bound(monkeypatch: pytest.Mo
     monkeypatch.setattr("slimckpt.formats.hdf5._MAX_PATHS", 10_000)
     found = locate(hdf5_file(write))
     assert found.condition == "opaque" and "10000 paths" in (found.problem or "")
+
+
+def test_headers_that_are_continued_on_each_other_for_ever_end_at_a_bound() -> None:
+    """A thousand links to an object header whose thousand continuations overlap."""
+    data = bytearray(hdf5_file(lambda file: file.create_group("g")))
+    with h5py.File(io.BytesIO(bytes(data)), "r") as file:
+        header = h5py.h5o.get_info(file["g"].id).addr
+    at = len(data)
+    body = 2_000_000
+    blocks = [(at + 24 * n, body - 24 * n) for n in range(20_000)]
+    messages = [struct.pack("<HHB3xQQ", 16, 16, 0, *block) for block in blocks]
+    data += b"".join(messages)[: 24 * 20_000].ljust(body, b"\0")
+    data[header : header + 16] = struct.pack("<BxHII4x", 1, 1, 1, 24)
+    data[header + 16 : header + 40] = struct.pack("<HHB3xQQ", 16, 16, 0, at, body)
+    struct.pack_into("<Q", data, 40, len(data))
+    start = time.process_time()
+    found = locate(bytes(data))
+    assert found.condition == "damaged", found.problem
+    assert time.process_time() - start < 20
 
 
 def test_groups_thousands_deep_are_left_alone() -> None:

@@ -245,10 +245,10 @@ def test_a_header_that_numpy_would_not_write_is_told(header: str, why: str) -> N
 
 
 def test_a_header_of_megabytes_is_not_read() -> None:
-    data = b"\x93NUMPY\2\0" + struct.pack("<I", 1 << 30) + b" " * 100
-    source = BytesSource(data)
-    assert "more than" in (examine(source).problem or "")
-    assert source.nbytes_read < 1000
+    data = b"\x93NUMPY\2\0" + struct.pack("<I", 1 << 24) + bytes(1 << 25)
+    for source in (BytesSource(data), BytesSource(zip_file({"w.npy": data}))):
+        assert "more than" in (examine(source).problem or "")
+        assert source.nbytes_read < 200_000
 
 
 def test_a_header_that_would_take_a_pattern_for_ever_does_not() -> None:
@@ -259,7 +259,7 @@ def test_a_header_that_would_take_a_pattern_for_ever_does_not() -> None:
 @pytest.mark.parametrize("head", [b"", b"\x93NUMPY", b"\x93NUMPY\1\0", b"\x93NUMPY\1\0v\0{"])
 def test_what_is_shorter_than_its_header_is_damaged(head: bytes) -> None:
     with pytest.raises(ValueError, match="header"):
-        read_header(head, "it")
+        read_header(lambda nbytes: head[:nbytes], "it")
 
 
 # npz.
