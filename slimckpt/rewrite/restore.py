@@ -16,11 +16,25 @@ from slimckpt.model import Span, Stat, StepLabel, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.select import Chosen, Selection, choose
 from slimckpt.rewrite.workplace import check_destination, publish, workplace
-from slimckpt.sources.digest import UNIT, Digests, default_jobs, run_units, units_of
+from slimckpt.sources.digest import (
+    BLOCK,
+    UNIT,
+    Digests,
+    Unit,
+    default_jobs,
+    hash_unit,
+    run_units,
+    units_of,
+)
 from slimckpt.store.index import DROPPED, IN_SKELETON, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import Store, damage
 from slimckpt.store.writer import CopyUnit, copy_unit
+
+_SYNCS = 2
+"""Files that are forced to disk at a time."""
+_CHECKED_AT_ONCE = 4 * BLOCK
+"""Bytes of one unit of checking: few, so that no core is left with much when the others end."""
 
 
 @dataclass(slots=True)
@@ -99,6 +113,17 @@ def restore(
     )
 
 
+@dataclass(slots=True)
+class _Promised:
+    """A file that is being checked: the digests of its bodies that the store promises, and those
+    found so far."""
+
+    part: Part
+    entry: FileEntry
+    digests: list[bytes]
+    found: Digests
+
+
 class _Restorer:
     def __init__(
         self,
@@ -121,11 +146,15 @@ class _Restorer:
             for unit, _ in run_units(self.executor, copy_unit, self._copies()):
                 self.progress.advance(unit.nbytes)
         self.progress.start("checking", total)
-        synced = [self._path(names[0]) for _, _, names in self.chosen.files]
-        for _ in run_units(self.executor, _sync, synced):
-            pass
-        for part, entry, names in self.chosen.files:
-            self._check(part, entry, names[0])
+        paths = [self._path(names[0]) for _, _, names in self.chosen.files]
+        with ThreadPoolExecutor(_SYNCS) as waiting:  # for the disk, while all cores hash
+            synced = [waiting.submit(_sync, path) for path in paths]
+            try:
+                self._check()
+                for future in synced:
+                    future.result()
+            finally:
+                waiting.shutdown(cancel_futures=True)
         for _, entry, names in self.chosen.files:
             _give_back(self._path(names[0]), entry.file.stat)
             for name in names[1:]:
@@ -180,21 +209,37 @@ class _Restorer:
                 some.append(item)
                 filled += item[2]
 
-    def _check(self, part: Part, entry: FileEntry, name: bytes) -> None:
-        """Read a restored file back and compare it with what the store promises."""
-        index = self.store.index(part, entry)
-        wanted = expected(entry, index)
-        digests = Digests([sum(s.nbytes for s in spans) for spans, _ in wanted])
-        rows = [(row, spans) for row, (spans, _) in enumerate(wanted)]
-        units = units_of(self._path(name), entry.file.label, rows)
-        digests.fill(self.executor, units, self.progress.advance)
-        for row, (_, digest) in enumerate(wanted):
-            if digests.digests[row].tobytes() != digest:
+    def _check(self) -> None:
+        """Read the restored files back and compare them with what the store promises."""
+        open_files: dict[bytes, _Promised] = {}
+        for unit, hashed in run_units(self.executor, hash_unit, self._to_check(open_files)):
+            self.progress.advance(unit.nbytes)
+            file = open_files[unit.path]
+            file.found.add(hashed)
+            if file.found.known.all():
+                del open_files[unit.path]
+                self._compare(file)
+
+    def _to_check(self, open_files: dict[bytes, _Promised]) -> Iterator[Unit]:
+        """Units over all bytes of all files; those begun are put into ``open_files``."""
+        for part, entry, names in self.chosen.files:
+            path = self._path(names[0])
+            wanted = expected(entry, self.store.index(part, entry))
+            found = Digests([sum(s.nbytes for s in spans) for spans, _ in wanted])
+            open_files[path] = _Promised(part, entry, [digest for _, digest in wanted], found)
+            rows = ((row, spans) for row, (spans, _) in enumerate(wanted))
+            yield from units_of(path, entry.file.label, rows, _CHECKED_AT_ONCE)
+
+    def _compare(self, file: _Promised) -> None:
+        for row, wanted in enumerate(file.digests):
+            found = file.found.digests[row].tobytes()
+            if found != wanted:
+                index = self.store.index(file.part, file.entry)
                 raise StoreDamagedError(
-                    f"{entry.file.label}: {what_is(entry, index, row)} is damaged in the store"
-                    f" (expected digest {digest.hex()}, found"
-                    f" {digests.digests[row].tobytes().hex()}); nothing was restored. `slimckpt"
-                    " verify` lists all damage; --file restores the other files"
+                    f"{file.entry.file.label}: {what_is(file.entry, index, row)} is damaged in the"
+                    f" store (expected digest {wanted.hex()}, found {found.hex()}); nothing was"
+                    " restored. `slimckpt verify` lists all damage; --file restores the other"
+                    " files"
                 )
 
 
