@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -93,25 +94,40 @@ def _parameters(
     columns = catalog.table.columns
     kind = _kinds()[codes]
     steps = np.repeat(step_of, np.diff(catalog.tensor_start))
-    bits = [BY_NAME[name].bits if name in BY_NAME else 0 for name in catalog.table.dtypes]
+    known_bits = [BY_NAME[name].bits if name in BY_NAME else 0 for name in catalog.table.dtypes]
+    bits = np.array(known_bits, np.int64)
     found = np.zeros(n_steps, np.int64)
     for wanted in (0, 1):
         missing = found[steps] == 0
         rows = np.flatnonzero((kind == wanted) & missing & (columns["home"] != HOME_NONE))
-        width = np.array(bits, np.int64)[columns["dtype"][rows]]
-        rows, width = rows[width > 0], width[width > 0]
+        rows = rows[bits[columns["dtype"][rows]] > 0]
         filled = columns["home"][rows] == HOME_FILL
-        home = np.where(filled, -1, class_of[np.where(filled, 0, columns["home_row"][rows])])
+        home = class_of[np.where(filled, 0, columns["home_row"][rows])]
+        home[filled] = -1
         by_name = filled | constant[np.maximum(home, 0)] | (columns["nbytes"][rows] < FLOOR)
         known: dict[str, int] = {}
         names = np.zeros(len(rows), np.int64)
         for at in np.flatnonzero(by_name).tolist():
             names[at] = known.setdefault(catalog.table.name(int(rows[at])), len(known) + 1)
-        key = np.stack([steps[rows], home, columns["offset"][rows], names])
-        order = np.lexsort(key)
-        new = np.ones(len(rows), np.bool_)
-        new[1:] = (np.diff(key[:, order], axis=1) != 0).any(axis=0)
-        distinct = order[new]
-        elements = columns["nbytes"][rows[distinct]] * 8 // width[distinct]
-        np.add.at(found, steps[rows[distinct]], elements)
+        numbers = numbered([steps[rows], home, columns["offset"][rows], names])
+        del home, names
+        distinct = rows[np.unique(numbers, return_index=True)[1]]
+        elements = columns["nbytes"][distinct] * 8 // bits[columns["dtype"][distinct]]
+        np.add.at(found, steps[distinct], elements)
     return [int(count) for count in found.tolist()]
+
+
+def numbered(columns: Sequence[Ints]) -> Ints:
+    """One number for each row, the same for rows that agree in all columns.
+
+    Sorting it takes a quarter of the memory of sorting rows of four columns.
+    """
+    numbers, reach = np.zeros(len(columns[0]), np.int64), 1
+    for column in columns:
+        low, high = int(column.min(initial=0)), int(column.max(initial=0))
+        if reach * (high - low + 1) >= 2**63:
+            numbers, column = (np.unique(c, return_inverse=True)[1] for c in (numbers, column))
+            reach, low, high = int(numbers.max(initial=0)) + 1, 0, int(column.max(initial=0))
+        numbers = numbers * (high - low + 1) + (column - low)
+        reach *= high - low + 1
+    return numbers

@@ -5,11 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors_bytes import safetensors_file
 from sample_files import SAMPLES, expected
 
 import slimckpt
-from slimckpt.analysis.parameters import StepCost
+from slimckpt.analysis.parameters import StepCost, numbered
 
 RANDOM = np.random.default_rng(3)
 WIDTHS = {"F32": 4, "BF16": 2, "I64": 8}
@@ -107,3 +109,20 @@ def test_real_mindspore_ranks_have_the_parameters_of_the_whole_model() -> None:
     (cost,) = costs(SAMPLES / "ms_dp8_ckpt")
     assert cost.parameters == pytest.approx(wanted, rel=0.01)
     assert os.sep not in cost.run
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 3),
+            st.integers(-1, 3),
+            st.sampled_from([0, 1, 2**40, 2**62, 2**63 - 1]),
+            st.sampled_from([-(2**63), -1, 0, 7]),
+        )
+    )
+)
+def test_rows_have_the_same_number_where_all_columns_agree(rows: list[tuple[int, ...]]) -> None:
+    columns = np.array(rows, np.int64).reshape(-1, 4).T
+    numbers = numbered(list(columns)).tolist()
+    assert len(numbers) == len(rows)
+    assert len(set(zip(rows, numbers, strict=True))) == len(set(numbers)) == len(set(rows))
