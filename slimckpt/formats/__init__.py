@@ -19,11 +19,23 @@ from slimckpt.formats.keras import Keras
 from slimckpt.formats.mindspore import MindSpore
 from slimckpt.formats.npy import Npy
 from slimckpt.formats.npz import Npz
+from slimckpt.formats.plain_pickles import PlainPickle
 from slimckpt.formats.safetensors import Safetensors
+from slimckpt.formats.torch_files import TorchLegacy, TorchZip
 from slimckpt.model import Condition, Table, TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
-FORMATS: tuple[Format, ...] = (Safetensors(), Hdf5(), Npy(), Npz(), Keras(), MindSpore())
+FORMATS: tuple[Format, ...] = (
+    Safetensors(),
+    TorchZip(),
+    PlainPickle(),
+    TorchLegacy(),
+    Hdf5(),
+    Npy(),
+    Npz(),
+    Keras(),
+    MindSpore(),
+)
 UNKNOWN = "unknown"
 HEAD = 4096
 

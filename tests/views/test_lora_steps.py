@@ -23,7 +23,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("backend", ["mmap", "pread"])
 @pytest.mark.parametrize("which", ["store", "run"])
 def test_a_step_has_its_own_tensors(step: int, backend: str, which: str, store: Path) -> None:
-    truth = expected("lora_steps")["files"][f"checkpoint-{step}/model.safetensors"]["tensors"]
+    files = expected("lora_steps")["files"]
+    truth = files[f"checkpoint-{step}/model.safetensors"]["tensors"]
+    here = [
+        file
+        for path, file in files.items()
+        if path.startswith(f"checkpoint-{step}/") and "rng_state_1" not in path
+    ]
     wanted = {
         re.sub(r"^\['(.*)'\]$", r"\1", path): (tuple(tensor["shape"]), tensor["sha256"])
         for path, tensor in truth.items()
@@ -35,5 +41,7 @@ def test_a_step_has_its_own_tensors(step: int, backend: str, which: str, store: 
             name: (array.shape, hashlib.sha256(array.tobytes()).hexdigest())
             for name, array in view.items()
         }
-    assert found == wanted
-    assert len(found) == 28
+    assert wanted.items() <= found.items()
+    assert len(wanted) == 28
+    # Beside the model: the state of its optimizer, and of the rank's random numbers.
+    assert len(found) == sum(len(file.get("tensors", ())) for file in here) > 28

@@ -169,7 +169,7 @@ class ReadingTests:
         for step in ckpt.steps:
             view = ckpt.step(step).rank(0)
             truth = expected("lora_steps")["files"][f"checkpoint-{step}/model.safetensors"]
-            assert {f"['{name}']" for name in view} == truth["tensors"].keys()
+            assert {f"['{name}']" for name in view} >= truth["tensors"].keys()
             for path, tensor in truth["tensors"].items():
                 array = view[path[2:-2]]
                 assert (f"torch.{array.dtype}", list(array.shape)) == (
