@@ -205,6 +205,18 @@ class Table:
             encoding=self.encodings[int(columns["encoding"][row])],
         )
 
+    def renamed(self, names: Sequence[str]) -> Table:
+        """The same rows under other names; exact paths stay what they were."""
+        columns = dict(self.columns)
+        for blob, ends, texts in (
+            ("paths", "path_end", [self.path(row) for row in range(self.n_tensors)]),
+            ("names", "name_end", names),
+        ):
+            encoded = [text.encode() for text in texts]
+            columns[blob] = np.frombuffer(b"".join(encoded), np.uint8)
+            columns[ends] = np.cumsum([len(text) for text in encoded], dtype=np.int64)
+        return Table(columns, self.dtypes, self.encodings, self.fills)
+
     def spans(self, row: int) -> tuple[Span, ...]:
         start, end = self._run("span_end", row)
         offsets = self.columns["span_offset"][start:end].tolist()

@@ -13,6 +13,7 @@ from typing import Any
 
 from slimckpt.errors import DamagedFileError
 from slimckpt.formats.base import Format
+from slimckpt.formats.dcp_metadata import DCP, is_metadata
 from slimckpt.formats.located import Home, Located
 from slimckpt.formats.numpy_arrays import Array, array_of
 from slimckpt.formats.pickles import OPCODES, Call, Dict, Stored, read_pickle
@@ -64,6 +65,8 @@ class PlainPickle(Format):
             )
             located.add(root, *where)
             paddle |= finder.paddle
+        if any(map(is_metadata, roots)):
+            return {"describes": DCP}
         return {"writer": "paddle"} if paddle else {}
 
 

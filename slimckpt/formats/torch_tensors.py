@@ -20,7 +20,7 @@ _CLASSES = {
     "ComplexFloat": "C64", "QInt8": "I8", "QUInt8": "U8", "QInt32": "I32",
     "QUInt4x2": f"{OPAQUE}quint4x2", "QUInt2x4": f"{OPAQUE}quint2x4", "Untyped": "U8",
 }  # fmt: skip
-_DTYPES = {
+DTYPES = {
     "float64": "F64", "double": "F64", "float32": "F32", "float": "F32", "float16": "F16",
     "half": "F16", "bfloat16": "BF16", "int64": "I64", "long": "I64", "int32": "I32", "int": "I32",
     "int16": "I16", "short": "I16", "int8": "I8", "uint8": "U8", "uint16": "U16", "uint32": "U32",
@@ -166,7 +166,7 @@ def _one(suffix: str, args: tuple[Any, ...], dtype: Any) -> list[TorchTensor] | 
         return None
     name = place.dtype
     if type(dtype) is Global and dtype.module == "torch":
-        name = _DTYPES.get(dtype.name, f"{OPAQUE}{dtype.name[:64]}")
+        name = DTYPES.get(dtype.name, f"{OPAQUE}{dtype.name[:64]}")
     itemsize = _itemsize(name)
     if itemsize is None:
         return None
