@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from slimckpt.rewrite.restore import RestoreResult, restore
     from slimckpt.rewrite.slim import SlimResult, slim
     from slimckpt.rewrite.verify import VerifyResult, verify
-    from slimckpt.views import Checkpoint, FileView, RankView, Step, open
+    from slimckpt.views import Checkpoint, FileView, RankView, Step, WholeTensor, open
 
 # Imported on first use: a job that only reads a rank does not pay for libhdf5.
 _HOMES = {
@@ -39,6 +39,7 @@ _HOMES = {
     "FileView": "slimckpt.views",
     "RankView": "slimckpt.views",
     "Step": "slimckpt.views",
+    "WholeTensor": "slimckpt.views",
     "open": "slimckpt.views",
 }
 
@@ -62,6 +63,7 @@ __all__ = [
     "Step",
     "Tensor",
     "VerifyResult",
+    "WholeTensor",
     "analyze",
     "open",
     "restore",

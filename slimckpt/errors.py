@@ -97,6 +97,10 @@ class UnknownRankError(SlimckptError, KeyError):
     """No such rank, or the selection does not name exactly one."""
 
 
+class NotARankView(SlimckptError, LookupError):
+    """What a rank's file holds is what a save plan happened to put there (DCP, torch_dist)."""
+
+
 class UnknownStepError(SlimckptError, KeyError):
     """No such step, or the selection does not name exactly one."""
 

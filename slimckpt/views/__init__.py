@@ -2,5 +2,6 @@
 
 from slimckpt.views.checkpoint import Checkpoint, Files, Step, open
 from slimckpt.views.rank import FileView, RankView
+from slimckpt.views.whole import WholeTensor
 
-__all__ = ["Checkpoint", "FileView", "Files", "RankView", "Step", "open"]
+__all__ = ["Checkpoint", "FileView", "Files", "RankView", "Step", "WholeTensor", "open"]

@@ -9,12 +9,19 @@ from typing import Any
 
 from slimckpt.analysis.roles import role_of, step_key
 from slimckpt.analysis.tree import is_store
-from slimckpt.errors import UnknownFileError, UnknownStepError
+from slimckpt.errors import (
+    NotARankView,
+    UnknownFileError,
+    UnknownStepError,
+    UnknownTensorError,
+)
 from slimckpt.model import StepLabel, decode_path, encode_path, show_path
 from slimckpt.sources.backends import BackendName, make_backend
+from slimckpt.views.arrays import Arrays
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
 from slimckpt.views.selection import numbers_of, pick, places_of
+from slimckpt.views.whole import WholeTensor, metadata_among, wholes_of
 
 Path = str | bytes | os.PathLike[Any]
 
@@ -166,13 +173,21 @@ class Checkpoint:
         UnknownStepError
             There are several steps or runs; the message lists them.
         """
+        step = self._only_step(run, "rank")
+        return step.rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
+
+    def _only_step(self, run: str | None, call: str) -> Step:
         steps = self._steps(run)
         if len(steps) == 1:
-            return steps[0].rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
+            return steps[0]
         raise UnknownStepError(
-            f"{self._label} has {len(steps)} steps{_in_run(run)}; say step(…).rank(…):"
+            f"{self._label} has {len(steps)} steps{_in_run(run)}; say step(…).{call}(…):"
             f" {_described(steps)}"
         )
+
+    def tensor(self, name: str, run: str | None = None) -> WholeTensor:
+        """One whole tensor, where there is only one step. See :meth:`Step.tensor`."""
+        return self._only_step(run, "tensor").tensor(name)
 
     def _steps(self, run: str | None) -> list[Step]:
         """Steps of a run, or of all; a run without steps is one step without a label."""
@@ -264,8 +279,18 @@ class Step:
             A file of the rank cannot be read.
         NotUnderstoodError
             None of its files is of a known format.
+        NotARankView
+            Its files are not made for ranks: torch.distributed.checkpoint, torch_dist.
         """
         members = self._members
+        metadata = metadata_among(members)
+        if metadata is not None:
+            raise NotARankView(
+                f"{self._what} was saved by torch.distributed.checkpoint: a file of a rank holds"
+                " what the save plan put there, not what the rank had. tensor(name) gives whole"
+                f" tensors, files[path] what one file holds ({encode_path(metadata.path)} says"
+                " which tensors there are)"
+            )
         place = pick(places_of(members), r, coords, self._what)
         return RankView(
             self,
@@ -276,6 +301,30 @@ class Step:
             skip_damaged,
             writable,
         )
+
+    @property
+    def wholes(self) -> Mapping[str, WholeTensor]:
+        """Whole tensors, over all ranks, by name; none where no metadata describes them."""
+        arrays = Arrays(self._checkpoint._backend, False)
+        return wholes_of(self._members, arrays) or {}
+
+    def tensor(self, name: str) -> WholeTensor:
+        """One whole tensor, over all ranks, as the metadata of the save describes it.
+
+        Raises
+        ------
+        UnknownTensorError
+            There is none of that name, or no metadata.
+        CheckFailedError
+            The files do not hold what the metadata says.
+        """
+        wholes = self.wholes
+        if not wholes:
+            raise UnknownTensorError(
+                f"{self._what} has no metadata that describes whole tensors (that of"
+                " torch.distributed.checkpoint); rank(r)[name] gives what a rank has"
+            )
+        return wholes[name]
 
     @property
     def _members(self) -> Sequence[Member]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import numpy as np
@@ -24,9 +25,11 @@ from slimckpt.errors import (
     StoreDamagedError,
 )
 from slimckpt.model import Ints, Role, SourceFile, StepLabel, Table
+from slimckpt.sources.positioned import ByteSource, FileSource
 from slimckpt.store.index import IN_SKELETON, STORED, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import Store
+from slimckpt.store.spliced import SplicedSource
 
 
 class Group(NamedTuple):
@@ -88,6 +91,10 @@ class Holding(ABC):
         StoreDamagedError
             Its index, or the file kept whole, is not what the store says.
         """
+
+    @abstractmethod
+    def source(self) -> AbstractContextManager[ByteSource]:
+        """The bytes of the file, to be read by position."""
 
     @abstractmethod
     def stretches(self, payload: int) -> list[Stretch]:
@@ -207,6 +214,9 @@ class _SourceHolding(Holding):
             self._table = fill_in(self._file, scan_unit(self._unit)[0])
         return self._table
 
+    def source(self) -> AbstractContextManager[ByteSource]:
+        return FileSource(self._path, self.label)
+
     def stretches(self, payload: int) -> list[Stretch]:
         return [Stretch(self._path, *span, self.size) for span in self.table.spans(payload)]
 
@@ -279,6 +289,9 @@ class _StoreHolding(Holding):
 
     def dropped(self) -> list[int]:
         return self.index.dropped_tensors()
+
+    def source(self) -> AbstractContextManager[ByteSource]:
+        return SplicedSource(self._store, self._part, self._entry, self.index)
 
     def stretches(self, payload: int) -> list[Stretch]:
         whole = self._entry.skeleton

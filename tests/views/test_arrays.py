@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from slimckpt.errors import DamagedFileError
 from slimckpt.model import Role, SourceFile, Stat, Table, TableBuilder
 from slimckpt.sources.backends import Backend, MmapBackend, PreadBackend
+from slimckpt.sources.positioned import FileSource
 from slimckpt.views.arrays import Arrays
 from slimckpt.views.plain import PlainTensors
 from slimckpt.views.providers import Holding, Places, Stretch
@@ -47,6 +48,9 @@ class HoldingByHand(Holding):
 
     def stretches(self, payload: int) -> list[Stretch]:
         return self._stretches
+
+    def source(self) -> FileSource:
+        raise NotImplementedError
 
     def places(self) -> Places:
         path, offset, nbytes, size = self._stretches[0]

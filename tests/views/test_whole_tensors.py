@@ -1,0 +1,161 @@
+"""Whole tensors of torch.distributed.checkpoint: what torch itself makes of all chunks."""
+
+import hashlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sample_files import SAMPLES, expected
+
+import slimckpt
+from slimckpt.errors import CheckFailedError, NotARankView, UnknownTensorError
+from slimckpt.rewrite.slim import slim
+
+SAMPLE = "fsdp_dcp_4"
+TRUTH = expected(SAMPLE)
+
+
+def truth_of(name: str) -> Any:
+    """What torch's own conversion to one file gives for a tensor of the metadata."""
+    keys = name.split(".", 1)
+    tensors = TRUTH["full_tensors_after_dcp_to_torch_save"]["tensors"]
+    for path in (f"['{name}']", f"['{keys[0]}']['{keys[-1]}']"):
+        if path in tensors:
+            return tensors[path]
+    return None
+
+
+@pytest.fixture(params=["directory-mmap", "directory-pread", "store-mmap", "store-pread"])
+def ckpt(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[slimckpt.Checkpoint]:
+    where, backend = request.param.split("-")
+    path = SAMPLES / SAMPLE
+    if where == "store":
+        slim(path, tmp_path / "store", min_saving=0)
+        path = tmp_path / "store"
+    with slimckpt.open(path, backend=backend) as checkpoint:
+        yield checkpoint
+
+
+def test_every_whole_tensor_is_what_torch_makes_of_it(ckpt: slimckpt.Checkpoint) -> None:
+    (step,) = ckpt._steps(None)
+    named = {
+        name: item
+        for name, item in TRUTH["items"].items()
+        if item["kind"] == "TensorStorageMetadata"
+    }
+    assert set(step.wholes) == set(named)
+    compared = 0
+    for name, item in named.items():
+        whole = ckpt.tensor(name)
+        assert list(whole.shape) == item["size"], name
+        found = np.asarray(whole)
+        assert list(found.shape) == item["size"], name
+        truth = truth_of(name)
+        if truth is not None:
+            assert hashlib.sha256(found.tobytes()).hexdigest() == truth["sha256"], name
+            compared += 1
+    assert compared >= 20
+
+
+def test_a_rank_is_refused_and_the_way_on_is_named(ckpt: slimckpt.Checkpoint) -> None:
+    with pytest.raises(NotARankView, match=r"tensor\(name\).*files\[path\]"):
+        ckpt.rank(0)
+    with pytest.raises(NotARankView):
+        ckpt.rank()
+    assert ckpt.ranks == (0, 1, 2, 3)
+
+
+def test_items_have_the_names_of_the_metadata(ckpt: slimckpt.Checkpoint) -> None:
+    for file, names in TRUTH["file_item_order"].items():
+        objects = {
+            name for name, item in TRUTH["items"].items() if item["kind"] != "TensorStorageMetadata"
+        }
+        view = ckpt.files[file]
+        assert list(view.by_path) == [
+            f"[{number}]" for number, name in enumerate(names) if name not in objects
+        ]
+        assert set(view) == set(names) - objects
+
+
+@pytest.mark.parametrize("name", ["model.wte.weight", "shard_dim1"])
+def test_any_slice_is_that_of_the_whole_array(name: str) -> None:
+    with slimckpt.open(SAMPLES / SAMPLE) as ckpt:
+        whole = ckpt.tensor(name)
+        array = np.asarray(whole)
+        part = st.one_of(
+            st.integers(-array.shape[0], array.shape[0] - 1),
+            st.slices(array.shape[0]),
+            st.just(Ellipsis),
+        )
+
+        @given(part, st.slices(array.shape[1]))
+        def search(first: Any, second: slice) -> None:
+            for key in (first, (first, second), (Ellipsis, second)):
+                if isinstance(key, tuple) and key.count(Ellipsis) > 1:
+                    continue
+                wanted, found = array[key], whole[key]
+                assert found.shape == wanted.shape
+                assert found.dtype == wanted.dtype
+                assert found.tobytes() == wanted.tobytes()
+
+        search()
+        for wrong in (array.shape[0], -array.shape[0] - 1, (0, 0, 0), "x", (..., ...)):
+            with pytest.raises(IndexError):
+                whole[wrong]
+
+
+def test_a_slice_of_one_chunk_is_no_copy() -> None:
+    with slimckpt.open(SAMPLES / SAMPLE) as ckpt:
+        whole = ckpt.tensor("model.wte.weight")
+        rows = whole[4:6]
+        assert not rows.flags.writeable
+        assert whole[3:5].flags.writeable, "of two chunks, in memory of its own"
+        assert len(whole) == 13 and whole.ndim == 2
+
+
+def test_an_unknown_name_lists_some(ckpt: slimckpt.Checkpoint) -> None:
+    with pytest.raises(UnknownTensorError, match="such as model"):
+        ckpt.tensor("model.nope")
+
+
+def test_a_checkpoint_without_metadata_says_so() -> None:
+    with (
+        slimckpt.open(SAMPLES / "ms_dp8_ckpt") as ckpt,
+        pytest.raises(UnknownTensorError, match=r"rank\(r\)\[name\]"),
+    ):
+        ckpt.tensor("x")
+
+
+@pytest.mark.parametrize(
+    "how", ["a file is gone", "files are swapped", "a file is of another save"]
+)
+def test_files_that_are_not_what_the_metadata_says_are_an_error(how: str, tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    shutil.copytree(SAMPLES / SAMPLE, place)
+    one, other = place / "__0_0.distcp", place / "__2_0.distcp"
+    if how == "a file is gone":
+        other.unlink()
+    elif how == "files are swapped":
+        one.rename(place / "x")
+        other.rename(one)
+        (place / "x").rename(other)
+    else:
+        shutil.copy(one, other)
+    with slimckpt.open(place) as ckpt, pytest.raises(CheckFailedError, match=r"model\.wte\.weight"):
+        ckpt.tensor("model.wte.weight")
+
+
+def test_a_cut_metadata_leaves_files_readable_by_number(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    shutil.copytree(SAMPLES / SAMPLE, place)
+    metadata = place / ".metadata"
+    metadata.write_bytes(metadata.read_bytes()[:-100])
+    with slimckpt.open(place) as ckpt:
+        view = ckpt.files["__0_0.distcp"]
+        assert list(view)[:2] == ["0", "1"]
+        assert ckpt.files[".metadata"].condition == "damaged"
