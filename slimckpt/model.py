@@ -217,6 +217,16 @@ class Table:
             columns[ends] = np.cumsum([len(text) for text in encoded], dtype=np.int64)
         return Table(columns, self.dtypes, self.encodings, self.fills)
 
+    def retyped(self, rows: Sequence[tuple[int, str]]) -> Table:
+        """The same rows, some of them of another dtype of the same width."""
+        dtypes = list(self.dtypes)
+        column = self.columns["dtype"].copy()
+        for row, dtype in rows:
+            if dtype not in dtypes:
+                dtypes.append(dtype)
+            column[row] = dtypes.index(dtype)
+        return Table({**self.columns, "dtype": column}, dtypes, self.encodings, self.fills)
+
     def spans(self, row: int) -> tuple[Span, ...]:
         start, end = self._run("span_end", row)
         offsets = self.columns["span_offset"][start:end].tolist()

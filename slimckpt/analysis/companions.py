@@ -1,33 +1,50 @@
-"""What another file of the same directory says of a file's tensors: their names.
+"""What another file of the same directory says of a file's tensors.
 
-The items of a ``.distcp`` file have no names of their own; the ``.metadata`` beside it has them.
+The items of torch's ``.distcp`` files have no names of their own: the ``.metadata`` beside them has
+them. Paddle writes float8 as int8: the ``N.metadata`` beside its ``R_N.distcp`` says which it is.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from slimckpt.errors import SlimckptError
 from slimckpt.formats import Found
 from slimckpt.formats.dcp_metadata import METADATA, Item, read_metadata
-from slimckpt.sources.positioned import FileSource
+from slimckpt.formats.paddle_metadata import read_paddle_metadata
+from slimckpt.sources.positioned import ByteSource, FileSource
 
-_SUFFIX = b".distcp"
+_DISTCP = re.compile(rb"(?:__)?[0-9]{1,9}_([0-9]{1,9})\.distcp")
 _NUMBER = re.compile(r"\[([0-9]{1,9})\]")
+_FLOAT8 = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
-def named(found: Found, path: bytes) -> Found:
-    """A file's tensors, with the names that the metadata beside the file at ``path`` gives them.
+def completed(found: Found, path: bytes) -> Found:
+    """A file's tensors with the names and dtypes that the metadata beside the file at ``path``
+    gives them.
 
-    Where there is none, or it does not describe this file to the byte, they keep their numbers.
+    Where there is none, or it does not describe this file, they stay as they are.
     """
-    if found.format != "torch" or not path.endswith(_SUFFIX):
+    directory, name = os.path.split(path)
+    match = _DISTCP.fullmatch(name)
+    if match is None:
         return found
-    items = _items(os.path.dirname(path), os.path.basename(path).decode("utf-8", "replace"))
+    if found.format == "torch":
+        items = _read(os.path.join(directory, METADATA.encode()), _items) or {}
+        return _named(found, items.get(name.decode(), []))
+    if found.format == "pickle":
+        metadata = os.path.join(directory, match[1] + METADATA.encode())
+        return _typed(found, _read(metadata, _float8) or {})
+    return found
+
+
+def _named(found: Found, items: list[Item]) -> Found:
     table = found.table
-    if len(items) != found.facts.get("items", 1):
+    if not items or len(items) != found.facts.get("items", 1):
         return found
     names = []
     for row in range(table.n_tensors):
@@ -38,19 +55,47 @@ def named(found: Found, path: bytes) -> Found:
     return found._replace(table=table.renamed(names))
 
 
-def _items(directory: bytes, file: str) -> list[Item]:
-    path = os.path.join(directory, METADATA.encode())
+def _typed(found: Found, dtypes: dict[str, str]) -> Found:
+    table = found.table
+    rows = [
+        (row, dtypes[name])
+        for row, name in enumerate(table.names())
+        if name in dtypes and table.dtype(row) == "I8"
+    ]
+    return found._replace(table=table.retyped(rows)) if rows else found
+
+
+def _items(source: ByteSource) -> dict[str, list[Item]]:
+    """Items by file; of files that they fill to the last byte."""
+    found: dict[str, list[Item]] = {}
+    for item in read_metadata(source).items:
+        found.setdefault(item.file, []).append(item)
+    for file, items in list(found.items()):
+        ends = [item.at + item.nbytes for item in items]
+        if [item.at for item in items] != [0, *ends[:-1]]:
+            del found[file]
+    return found
+
+
+def _float8(source: ByteSource) -> dict[str, str]:
+    return {
+        key: _FLOAT8[chunk.dtype]
+        for key, chunks in read_paddle_metadata(source).items()
+        for chunk in chunks[:1]
+        if chunk.dtype in _FLOAT8
+    }
+
+
+def _read(path: bytes, read: Callable[[ByteSource], Any]) -> Any:
+    """What ``read`` makes of a file; ``None`` where there is none, or it cannot."""
     try:
         status = os.stat(path, follow_symlinks=False)
-        items = _read(path, status.st_mtime_ns, status.st_size)
+        return _kept(path, status.st_mtime_ns, status.st_size, read)
     except (OSError, SlimckptError):
-        return []
-    here = [item for item in items if item.file == file]
-    starts = [0, *(item.at + item.nbytes for item in here)]
-    return here if [item.at for item in here] == starts[:-1] else []
+        return None
 
 
 @lru_cache(maxsize=16)
-def _read(path: bytes, mtime: int, size: int) -> list[Item]:
+def _kept(path: bytes, mtime: int, size: int, read: Callable[[ByteSource], Any]) -> Any:
     with FileSource(path) as source:
-        return read_metadata(source).items
+        return read(source)

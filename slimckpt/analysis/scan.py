@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from slimckpt.analysis.companions import named
+from slimckpt.analysis.companions import completed
 from slimckpt.analysis.roles import assign_roles, roles_below
 from slimckpt.analysis.tree import Tree
 from slimckpt.errors import UnfaithfulSourceError
@@ -84,7 +84,7 @@ def _examine(path: bytes, label: str) -> Found:
         return Found("slimckpt", "store", "belongs to a slim checkpoint", {}, _EMPTY)
     try:
         with FileSource(path, label) as source:
-            return named(examine(source), path)
+            return completed(examine(source), path)
     except UnfaithfulSourceError:
         raise
     except OSError as error:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from slimckpt.errors import DamagedFileError
 from slimckpt.formats.numpy_arrays import is_shape
-from slimckpt.formats.pickles import Call, Dict, Global, read_pickle
+from slimckpt.formats.pickles import Call, Global, fields_of, pairs_of, read_pickle
 from slimckpt.formats.torch_tensors import DTYPES
 from slimckpt.sources.positioned import ByteSource
 
@@ -72,27 +72,27 @@ def read_metadata(source: ByteSource) -> Metadata:
             f"{source.label}: expected the metadata of torch.distributed.checkpoint, found another"
             " object"
         )
-    fields = _fields(root)
+    fields = fields_of(root)
     tensors = {}
-    for name, entry in _pairs(fields.get("state_dict_metadata")):
+    for name, entry in pairs_of(fields.get("state_dict_metadata")):
         if type(name) is str and (whole := _whole(entry)) is not None:
             tensors[name] = whole
-    items = [item for pair in _pairs(fields.get("storage_data")) if (item := _item(*pair))]
+    items = [item for pair in pairs_of(fields.get("storage_data")) if (item := _item(*pair))]
     items.sort(key=lambda item: (item.file, item.at))
     return Metadata(tensors, items)
 
 
 def _whole(entry: Any) -> Whole | None:
-    fields = _fields(entry)
+    fields = fields_of(entry)
     properties = fields.get("properties")
     state = properties.state if type(properties) is Call else None
-    first = state[0] if type(state) is tuple and state else _fields(properties).get("dtype")
+    first = state[0] if type(state) is tuple and state else fields_of(properties).get("dtype")
     shape = _shape(fields.get("size"))
     chunks = fields.get("chunks")
     if shape is None or type(chunks) is not list or type(first) is not Global:
         return None
     found = {}
-    for chunk in map(_fields, chunks):
+    for chunk in map(fields_of, chunks):
         offsets, sizes = _shape(chunk.get("offsets")), _shape(chunk.get("sizes"))
         if offsets is None or sizes is None:
             return None
@@ -101,7 +101,7 @@ def _whole(entry: Any) -> Whole | None:
 
 
 def _item(index: Any, info: Any) -> Item | None:
-    key, place = _fields(index), _fields(info)
+    key, place = fields_of(index), fields_of(info)
     name, file = key.get("fqn"), place.get("relative_path")
     at, nbytes = place.get("offset"), place.get("length")
     if type(name) is not str or type(file) is not str or type(at) is not int:
@@ -117,12 +117,3 @@ def _shape(value: Any) -> Shape | None:
         value = value.args[0]
     value = tuple(value) if type(value) is list else value
     return value if is_shape(value) else None
-
-
-def _fields(node: Any) -> dict[str, Any]:
-    state = node.state if type(node) is Call else None
-    return {key: value for key, value in _pairs(state) if type(key) is str}
-
-
-def _pairs(node: Any) -> list[tuple[Any, Any]]:
-    return node.pairs if type(node) in (Dict, Call) else []

@@ -96,6 +96,17 @@ _MARK = object()
 _ENCODE = Global("_codecs", "encode")
 
 
+def pairs_of(node: Any) -> list[tuple[Any, Any]]:
+    """The pairs of a dict, or of an object that is one; none of anything else."""
+    return node.pairs if type(node) in (Dict, Call) else []
+
+
+def fields_of(node: Any) -> dict[str, Any]:
+    """The attributes that an object's state gives it."""
+    state = node.state if type(node) is Call else None
+    return {key: value for key, value in pairs_of(state) if type(key) is str}
+
+
 def read_pickle(source: ByteSource, offset: int, end: int) -> tuple[Any, int]:
     """The tree of the pickle at ``offset``, and where it ends.
 

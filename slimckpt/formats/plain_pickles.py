@@ -16,6 +16,7 @@ from slimckpt.formats.base import Format
 from slimckpt.formats.dcp_metadata import DCP, is_metadata
 from slimckpt.formats.located import Home, Located
 from slimckpt.formats.numpy_arrays import Array, array_of
+from slimckpt.formats.paddle_metadata import PADDLE, is_paddle_metadata
 from slimckpt.formats.pickles import OPCODES, Call, Dict, Stored, read_pickle
 from slimckpt.formats.torch_tensors import Storage
 from slimckpt.model import TableBuilder
@@ -67,6 +68,8 @@ class PlainPickle(Format):
             paddle |= finder.paddle
         if any(map(is_metadata, roots)):
             return {"describes": DCP}
+        if any(map(is_paddle_metadata, roots)):
+            return {"describes": PADDLE}
         return {"writer": "paddle"} if paddle else {}
 
 
