@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,21 +11,19 @@ from typing import Any
 import numpy as np
 
 from slimckpt import formats
-from slimckpt.analysis.tree import Tree, walk
+from slimckpt.analysis.tree import walk
 from slimckpt.errors import SlimckptError, StoreDamagedError, UsageError
-from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, Stat, show_path
+from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, show_path
 from slimckpt.progress import SILENT, Progress
+from slimckpt.rewrite.compare import Comparison
 from slimckpt.rewrite.restore import expected, what_is
 from slimckpt.sources.digest import (
-    BLOCK,
     Digests,
     default_jobs,
     digest_of,
-    hash_unit,
     run_units,
     units_of,
 )
-from slimckpt.sources.positioned import FileSource
 from slimckpt.store.index import DROPPED, IN_SKELETON, STORED, Contents, FileIndex
 from slimckpt.store.manifest import Container, FileEntry, Part
 from slimckpt.store.reader import Store
@@ -93,8 +91,11 @@ def verify(
         try:
             _Verifier(opened, result, executor, progress).run()
             if against is not None:
-                source = walk(os.fsencode(against))
-                _Comparison(opened, source, result, executor, progress).run()
+                comparison = Comparison(opened, walk(os.fsencode(against)), executor, progress)
+                comparison.run(2 * (jobs or default_jobs()))
+                result.problems += comparison.problems
+                result.notes += comparison.notes
+                result.safe = len(result.problems) == result.inherited
         finally:
             progress.finish()
     return result
@@ -108,6 +109,7 @@ class _Verifier:
         self.executor, self.progress = executor, progress
         self.contents: dict[bytes, Contents] = {}
         self.other_times = 0
+        self.with_checksums: list[tuple[Part, FileEntry]] = []
 
     def run(self) -> None:
         self.result.problems += self.store.problems
@@ -129,6 +131,7 @@ class _Verifier:
                 self.result.files += entry.origin == "file"
                 self.result.dropped += len(entry.dropped) if entry.origin == "file" else 0
                 self._guarded(self._entry, part, entry)
+        self._checksums()
         if self.result.dropped:
             self.result.notes.append(
                 f"{self.result.dropped} tensors were left out when it was slimmed (--drop): they"
@@ -244,12 +247,28 @@ class _Verifier:
             if digests.digests[0].tobytes().hex() != entry.skeleton.digest:
                 self._problem(f"{self.store.label(entry.skeleton.name)}: its bytes are damaged")
         if entry.file.understood and runs and not entry.dropped:
-            with SplicedSource(self.store, part, entry, index) as source:
+            self.with_checksums.append((part, entry))
+
+    def _checksums(self) -> None:
+        """Check files against checksums of their own, many at a time."""
+        checked = run_units(self.executor, self._own_checksum, self.with_checksums)
+        found = {entry.file.path: problem for (_, entry), problem in checked if problem}
+        for _, (text, inherited) in sorted(found.items()):
+            self.result.inherited += inherited
+            self._problem(text)
+
+    def _own_checksum(self, one: tuple[Part, FileEntry]) -> tuple[str, bool] | None:
+        """What is wrong with a file, and whether it was so before it was slimmed."""
+        part, entry = one
+        try:
+            with SplicedSource(self.store, part, entry, self.store.index(part, entry)) as source:
                 wrong = formats.check(entry.file.format, source)
-            if wrong:
-                # The copy is exact, but of a file that was broken already.
-                self.result.inherited += 1
-                self._problem(wrong)
+        except SlimckptError as error:
+            return str(error), False
+        except OSError as error:
+            return f"{entry.file.label}: {error.strerror}", False
+        # The copy is exact, but of a file that was broken already.
+        return (wrong, True) if wrong else None
 
     def _promises(self, part: Part, entry: FileEntry, index: FileIndex | None) -> None:
         """What an entry says lies in a container is what the container says it has."""
@@ -301,134 +320,6 @@ class _Verifier:
                 data = b"".join(source.read(*span) for span in spans)
                 if digest_of(data) != digest:
                     self._problem(f"{entry.file.label}: {what_is(entry, index, row)} is damaged")
-
-
-class _Comparison:
-    """Compares what would be restored with a source tree."""
-
-    def __init__(
-        self,
-        store: Store,
-        source: Tree,
-        result: VerifyResult,
-        executor: Executor,
-        progress: Progress,
-    ) -> None:
-        self.store, self.source, self.result = store, source, result
-        self.executor, self.progress = executor, progress
-
-    def run(self) -> None:
-        parts = []
-        for number in range(len(self.store.root.parts)):
-            try:
-                parts.append(self.store.part(number))
-            except SlimckptError:
-                continue  # reported already
-        files = {f.path: f for f in self.source.files}
-        stored = {e.file.path: (p, e) for p in parts for e in p.files if e.origin == "file"}
-        others = {o.path: o for p in parts for o in p.others}
-        links = {link.path: link for link in self.source.symlinks}
-        directories = dict(self.source.directories)
-        here = _kinds(files, links, directories)
-        there = _kinds(
-            stored,
-            (path for path, other in others.items() if other.target is not None),
-            (path for path, other in others.items() if other.target is None),
-        )
-        self._missing(here.keys() - there, "is in the source but not in the store")
-        self._missing(there.keys() - here, "is in the store but not in the source")
-        for path in sorted(here.keys() & there):
-            if here[path] != there[path]:
-                self.result.problems.append(
-                    f"{show_path(path)}: {here[path]} in the source, {there[path]} in the store"
-                )
-        for path, other in others.items():
-            stat = directories.get(path) if other.target is None else None
-            if other.target is not None and path in links:
-                stat = links[path].stat
-                if links[path].target != other.target:
-                    self.result.problems.append(f"{show_path(path)}: points elsewhere")
-            if stat is not None:
-                self._same_stat(path, stat, other.stat, link=other.target is not None)
-        both = [path for path in stored if path in files]
-        self.progress.start("comparing", sum(files[path].size for path in both))
-        for path in both:
-            entry = stored[path][1]
-            self._same_stat(path, files[path].stat, entry.file.stat, link=False)
-            if files[path].links != entry.file.links:
-                self.result.problems.append(f"{show_path(path)}: its hard links differ")
-        pairs = [(path, *stored[path]) for path in both]
-        for (path, _, _), difference in run_units(self.executor, self._compare, pairs):
-            self.progress.advance(files[path].size)
-            if difference:
-                self.result.problems.append(difference)
-        if self.source.xattrs:
-            self.result.notes.append(
-                f"{len(self.source.xattrs)} entries of the source have extended attributes or ACLs,"
-                " which are not kept"
-            )
-        self.result.safe = len(self.result.problems) == self.result.inherited
-
-    def _missing(self, paths: set[bytes], what: str) -> None:
-        self.result.problems += [f"{show_path(path) or '.'} {what}" for path in sorted(paths)]
-
-    def _same_stat(self, path: bytes, source: Stat, stored: Stat, link: bool) -> None:
-        for name in ("mtime", "uid", "gid") if link else ("mode", "mtime", "uid", "gid"):
-            now, then = getattr(source, name), getattr(stored, name)
-            if now != then:
-                shown = (f"{now:04o}", f"{then:04o}") if name == "mode" else (now, then)
-                self.result.problems.append(
-                    f"{show_path(path) or '.'}: {name} is {shown[0]} in the source, {shown[1]} in"
-                    " the store"
-                )
-
-    def _compare(self, pair: tuple[bytes, Part, FileEntry]) -> str | None:
-        path, part, entry = pair
-        try:
-            index = self.store.index(part, entry)
-            with (
-                SplicedSource(self.store, part, entry, index) as stored,
-                FileSource(self.source.absolute(path), entry.file.label) as source,
-            ):
-                if source.size != stored.size:
-                    return (
-                        f"{entry.file.label}: {source.size} bytes in the source, {stored.size} in"
-                        " the store"
-                    )
-                for start, nbytes in stored.present:
-                    for at in range(start, start + nbytes, BLOCK):
-                        take = min(BLOCK, start + nbytes - at)
-                        if source.read(at, take) != stored.read(at, take):
-                            return f"{entry.file.label}: differs between bytes {at} and {at + take}"
-            if index is not None and entry.dropped:
-                return self._compare_dropped(path, entry, index)
-        except SlimckptError as error:
-            return str(error)
-        except OSError as error:
-            return f"{entry.file.label}: {error.strerror}"
-        return None
-
-    def _compare_dropped(self, path: bytes, entry: FileEntry, index: FileIndex) -> str | None:
-        """Whether the source's dropped tensors are those that were dropped, by their digests."""
-        rows = np.flatnonzero(index.places.kind == DROPPED).tolist()
-        digests = Digests(index.table.payload_nbytes)
-        spans = [(row, index.table.spans(row)) for row in rows]
-        for unit in units_of(self.source.absolute(path), entry.file.label, spans):
-            digests.add(hash_unit(unit))
-        for row in rows:
-            if digests.digests[row].tobytes() != index.places.digest[row].tobytes():
-                return f"{entry.file.label}: a tensor that was dropped is another one in the source"
-        return None
-
-
-def _kinds(
-    files: Iterable[bytes], links: Iterable[bytes], directories: Iterable[bytes]
-) -> dict[bytes, str]:
-    return {
-        **dict.fromkeys(files, "a file"),
-        **dict.fromkeys(links, "a symbolic link"),
-        **dict.fromkeys(directories, "a directory"),
-    }
 
 
 def sentence(result: VerifyResult, against: str) -> str:

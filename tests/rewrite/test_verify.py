@@ -11,6 +11,7 @@ from mindspore_bytes import record, with_crc
 from trees import body, set_times_and_modes, small_run, snapshot
 
 from slimckpt.errors import NotAStoreError, UsageError
+from slimckpt.rewrite import compare
 from slimckpt.rewrite.slim import slim
 from slimckpt.rewrite.verify import sentence, verify
 from slimckpt.store.reader import Store
@@ -317,6 +318,30 @@ def test_a_source_with_any_change_is_not_safe_to_delete(
     assert checked.safe is False
     assert any(found.startswith(problem) for found in checked.problems), checked.problems
     assert "is NOT safe to delete" in sentence(checked, "run")
+
+
+@pytest.mark.parametrize("jobs", [1, 4])
+@pytest.mark.parametrize("first", [0, 1023, 1024, 4095, 4096, 9000, 19_999])
+def test_of_a_file_compared_in_stretches_the_first_difference_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, jobs: int
+) -> None:
+    monkeypatch.setattr(compare, "_STRETCH", 4096)
+    monkeypatch.setattr(compare, "_BLOCK", 1024)
+    data = bytearray(body(1, 20_000))
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("a", "b"):
+        (source / name).write_bytes(data)
+    slim(source, tmp_path / "store", min_saving=0)
+    assert verify(tmp_path / "store", against=source, jobs=jobs).safe
+    for at in {first, 19_990}:
+        data[at] ^= 1
+    stat = (source / "b").stat()
+    (source / "b").write_bytes(data)
+    os.utime(source / "b", ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    (problem,) = verify(tmp_path / "store", against=source, jobs=jobs).problems
+    start = min(first, 19_990) // 1024 * 1024
+    assert problem == f"b: differs between bytes {start} and {min(start + 1024, 20_000)}"
 
 
 def test_a_file_that_became_a_directory_or_a_link_is_not_safe_to_delete(

@@ -248,6 +248,9 @@ def test_a_reader_knows_every_kind_of_place_and_splices_them(tmp_path: Path) -> 
             start = random.Random(_).randrange(31)
             end = random.Random(-_ - 1).randrange(start, 31)
             assert source.read(start, end - start) == want[start:end]
+            buffer = bytearray(b"?" * 40)
+            source.read_into(start, memoryview(buffer)[5 : 5 + end - start])
+            assert buffer == b"?????" + want[start:end] + b"?" * (35 - end + start)
 
 
 def test_a_filled_skeleton_and_stored_payloads_are_spliced(tmp_path: Path) -> None:
