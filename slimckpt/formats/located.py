@@ -76,7 +76,7 @@ class Located:
             return True
         array = self.arrays(node)
         if array is not None:
-            self._array(name, path, array)
+            self.add_array(name, path, array)
             return True
         storage = storage_of(node)
         if storage is not None:
@@ -89,7 +89,7 @@ class Located:
             self.table.tensor(name, tensor.dtype, tensor.shape, 0, path=path)
             return
         if isinstance(tensor.storage, Array):
-            self._array(name, path, tensor.storage)
+            self.add_array(name, path, tensor.storage)
             return
         home = self.storages(tensor.storage)
         if tensor.encoding != RAW:
@@ -106,11 +106,12 @@ class Located:
             tensor.offset * tensor.itemsize, self.big_endian,
         )  # fmt: skip
 
-    def _array(self, name: str, path: str, array: Array) -> None:
+    def add_array(self, name: str, path: str, array: Array) -> None:
+        """Add one array under a name and an exact path."""
         home = Home(None, 0)
         if array.data is not None and array.nbytes:
             home = self.inside(array.data)
-            if array.encoding != RAW:
+            if array.encoding != RAW and home.encoding == RAW:
                 home = home._replace(nbytes=array.nbytes, encoding=array.encoding)
         itemsize = array.nbytes // max(math.prod(array.shape), 1)
         self._row(

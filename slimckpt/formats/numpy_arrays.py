@@ -8,11 +8,14 @@ protocol 2 the bytes are text: ``_codecs.encode(text, "latin1")``.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 from slimckpt.dtypes import OPAQUE
 from slimckpt.formats.pickles import Call, Global, Stored
 from slimckpt.model import RAW
+
+LATIN_1 = "latin-1-as-utf-8"
+Shape = tuple[int, ...]
 
 _RECONSTRUCT = ("numpy.core.multiarray._reconstruct", "numpy._core.multiarray._reconstruct")
 _FROM_BUFFER = ("numpy.core.numeric._frombuffer", "numpy._core.numeric._frombuffer")
@@ -60,7 +63,7 @@ def array_of(node: Any) -> Array | None:
     return Array(name, big_endian, tuple(shape), strides, nbytes, stored, encoding)
 
 
-def is_shape(shape: Any) -> bool:
+def is_shape(shape: Any) -> TypeGuard[Shape]:
     """Whether it is a tuple of sizes that are no nonsense."""
     return (
         type(shape) is tuple
@@ -110,5 +113,5 @@ def _stored(data: Any, nbytes: int) -> tuple[Stored | None, str] | None:
         if not nbytes <= text.nbytes <= 2 * nbytes:
             return None
         # Text that takes one byte a character is the bytes themselves.
-        return (text, RAW) if text.nbytes == nbytes else (text, f"latin-1-as-utf-8:{nbytes}")
+        return (text, RAW) if text.nbytes == nbytes else (text, f"{LATIN_1}:{nbytes}")
     return None

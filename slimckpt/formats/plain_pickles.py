@@ -9,20 +9,22 @@ is BF16.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from slimckpt.errors import DamagedFileError
 from slimckpt.formats.base import Format
 from slimckpt.formats.dcp_metadata import DCP, is_metadata
 from slimckpt.formats.located import Home, Located
-from slimckpt.formats.numpy_arrays import Array, array_of
+from slimckpt.formats.numpy_arrays import LATIN_1, Array, Shape, array_of, is_shape
 from slimckpt.formats.paddle_metadata import PADDLE, is_paddle_metadata
-from slimckpt.formats.pickles import OPCODES, Call, Dict, Stored, read_pickle
+from slimckpt.formats.pickles import OPCODES, Call, Dict, Stored, pairs_of, read_pickle
 from slimckpt.formats.torch_tensors import Storage
-from slimckpt.model import TableBuilder
+from slimckpt.model import RAW, TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
 _NAMES = "StructuredToParameterName@@"
+_CUT = "UnpackBigParamInfor@@"
 _TUPLE = ("builtins.tuple", "__builtin__.tuple")
 _EVAL = ("builtins.eval", "__builtin__.eval")
 _MAX_PICKLES = 1 << 16
@@ -64,7 +66,10 @@ class PlainPickle(Format):
             located = Located(
                 table, source.label, _no_storage(source), inside, arrays=finder.array_of
             )
+            joined = _joined(root, finder, table, homes)
             located.add(root, *where)
+            for name, shape, first in joined:
+                located.add_array(name, f"['{name}']", first._replace(shape=shape))
             paddle |= finder.paddle
         if any(map(is_metadata, roots)):
             return {"describes": DCP}
@@ -88,6 +93,41 @@ class _Arrays:
         if found.dtype == "U16" and (self.state_dict or inner is not None):
             return found._replace(dtype="BF16")
         return found
+
+
+def _joined(
+    root: Any, finder: _Arrays, table: TableBuilder, homes: dict[int, Home]
+) -> list[tuple[str, Shape, Array]]:
+    """Arrays that Paddle cut, since pickles of protocol 3 and before hold no more than 4 GiB.
+
+    Their pieces become one payload: each is a tensor of it, and so is the whole. Returns name,
+    shape and first piece of each, all bytes of the whole counted to that.
+    """
+    pairs = {key: value for key, value in pairs_of(root) if type(key) is str}
+    found = []
+    for name, entry in pairs_of(pairs.get(_CUT)):
+        fields = dict(pair for pair in pairs_of(entry) if type(pair[0]) is str)
+        shape, names = fields.get("OriginShape"), fields.get("slices")
+        if type(name) is not str or not is_shape(shape) or type(names) is not list:
+            continue
+        pieces = [finder.array_of(pairs.get(piece)) for piece in names if type(piece) is str]
+        first = pieces[0] if pieces else None
+        if first is None or None in pieces or any(p.data is None for p in pieces if p):
+            continue
+        whole = [piece for piece in pieces if piece is not None]
+        nbytes = sum(piece.nbytes for piece in whole)
+        if math.prod(shape) * first.nbytes != nbytes * math.prod(first.shape):
+            continue
+        spans = [piece.data for piece in whole if piece.data is not None]
+        row = table.payload([(span.offset, span.nbytes) for span in spans])
+        raw = all(piece.encoding == RAW for piece in whole)
+        encoding = RAW if raw else f"{LATIN_1}:{nbytes}"
+        at = 0
+        for piece, span in zip(whole, spans, strict=True):
+            homes[span.offset] = Home(row, nbytes, at, encoding)
+            at += piece.nbytes
+        found.append((name, shape, first._replace(nbytes=nbytes)))
+    return found
 
 
 def _wrapped(node: Any) -> Any:
