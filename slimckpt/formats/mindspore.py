@@ -14,6 +14,8 @@ that they are not taken for damaged checkpoints.
 
 from __future__ import annotations
 
+import math
+import re
 import zlib
 from typing import Any, NoReturn
 
@@ -23,7 +25,7 @@ from slimckpt.formats.base import Format
 from slimckpt.formats.mindspore_parallel import is_group_map, is_strategy
 from slimckpt.formats.protobuf import Broken, is_text, varint
 from slimckpt.model import TableBuilder
-from slimckpt.sources.positioned import WINDOW, ByteSource
+from slimckpt.sources.positioned import ByteSource
 
 _CIPHERS = {0x7F3A5ED8: "AES-GCM", 0x7F3A5ED9: "AES-CBC", 0x7F3A5EDA: "SM4-CBC"}
 _HEAD = 4096
@@ -34,10 +36,21 @@ _MAX_NAME = 1024 * 1024
 _MAX_TYPE = 256
 _MAX_DIMS = 1024
 _MAX_UNKNOWN_TYPES = 1000
-_STEP = WINDOW // 2
-"""Bytes asked for at once: what a source serves from its window."""
+_STEP = 64 * 1024
+"""Bytes asked for at once, where records are short."""
+_FAR = 16 * 1024
+"""Where the next record is further away, only its head is asked for."""
 _BITS = {name.encode(): (row.name, row.bits // 8) for name, row in BY_MINDSPORE.items()}
 _MAP = OPAQUE + "MapParameter"
+
+_VARINT = rb"[\x80-\xff]{0,8}[\x00-\x7f]"
+_START = re.compile(rb"\x0a(%b)\x0a[\x00-\x7f]" % _VARINT)
+"""A record up to its name of less than 128 bytes."""
+_HEADER = re.compile(
+    rb"\x12%b(?:\x08%b)*\x12(?:%b)\x1a%b"
+    % (_VARINT, _VARINT, b"|".join(re.escape(bytes([len(t)]) + t) for t in _BITS), _VARINT)
+)
+"""A tensor of a known type, up to its bytes."""
 
 
 class MindSpore(Format):
@@ -117,6 +130,13 @@ class _Walk:
         self.spans: list[tuple[int, int]] | None = None
         """The pieces so far of a tensor that may go on; ``None`` when there is none."""
         self.unknown: set[bytes] = set()
+        self.names: list[str] = []
+        """Of ordinary tensors that are not in the table yet, as the lists that follow."""
+        self.dtypes: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
+        self.places: list[tuple[int, int]] = []
+        self.headers: dict[bytes, tuple[str, tuple[int, ...], int] | None] = {}
+        self.lengths: dict[bytes, int] = {}
 
     def run(self) -> None:
         source, end = self.source, self.end
@@ -124,19 +144,69 @@ class _Walk:
         wanted, window = _STEP, b""
         while at < end:
             try:
-                at = base + self._record(window, at - base, base, record)
-                record += 1
-                wanted = _STEP
+                i, count = self._ordinary(window, at - base, base)
+                if not count:
+                    i, count = self._record(window, i, base, record), 1
+                at, record = base + i, record + count
             except IndexError:
                 if base == at and window:
                     if base + len(window) >= end:
                         self._damaged(at, "the record has no end; the file looks truncated")
                     wanted *= 4
+                else:
+                    wanted = _STEP if at - base <= len(window) + _FAR else _HEAD
                 base = at
                 window = source.read(base, min(wanted, end - base))
             except Broken as broken:
                 self._damaged(base + broken.at, broken.why)
         self._finish()
+        self._flush()
+
+    def _ordinary(self, window: bytes, i: int, base: int) -> tuple[int, int]:
+        """Take in whole tensors of known types in a row, fast, up to where something is unusual.
+
+        Returns
+        -------
+        index behind the last, count
+        """
+        count, end = 0, self.end - base
+        headers, lengths = self.headers, self.lengths
+        if self.spans is not None:
+            return i, count
+        while record := _START.match(window, i):
+            name = record.end()
+            name_end = name + window[name - 1]
+            header = _HEADER.match(window, name_end)
+            if header is None:
+                break
+            text, length = header.group(), record.group(1)
+            if text not in headers:
+                headers[text] = _whole_tensor(text)
+            if length not in lengths:
+                lengths[length] = varint(length, 0)[0]
+            whole = headers[text]
+            if whole is None:
+                break
+            dtype, shape, nbytes = whole
+            at = header.end()
+            if at + nbytes > end or lengths[length] != at + nbytes - record.end(1):
+                break
+            try:
+                self.names.append(window[name:name_end].decode())
+            except UnicodeDecodeError:
+                break
+            self.dtypes.append(dtype)
+            self.shapes.append(shape)
+            self.places.append((base + at, nbytes))
+            i, count = at + nbytes, count + 1
+        return i, count
+
+    def _flush(self) -> None:
+        """Put the ordinary tensors so far into the table."""
+        lists = (self.names, self.dtypes, self.shapes, self.places)
+        self.table.plain(*lists)
+        for some in lists:
+            some.clear()
 
     def _record(self, window: bytes, i: int, base: int, record: int) -> int:
         """Take one record in; returns the index behind it."""
@@ -187,19 +257,12 @@ class _Walk:
                     self._incomplete()
                 return
             self._finish()
-        name, itemsize = _BITS.get(kind, ("", 0))
-        if name:
-            count = 1
-            # Older writers say [0] for the shape ().
-            for dim in () if nbytes and dims == (0,) else dims:
-                count *= dim
-            expected = count * itemsize
-            if nbytes == expected:
-                self._add(tag, name, dims, [(offset, nbytes)] if nbytes else [], nbytes)
-                return
-            self.expected = expected
-        else:
-            self.expected = None
+        self.expected = _expected(kind, dims, nbytes)
+        if nbytes == self.expected:
+            name, _ = _BITS[kind]
+            self._add(tag, name, dims, [(offset, nbytes)] if nbytes else [], nbytes)
+            return
+        if self.expected is None:
             self.unknown.add(kind)
             if len(self.unknown) > _MAX_UNKNOWN_TYPES:
                 self._damaged(offset, f"more than {_MAX_UNKNOWN_TYPES} unknown tensor types")
@@ -236,10 +299,10 @@ class _Walk:
         nbytes: int,
         path: str = "",
     ) -> None:
-        if dims == (0,) and (nbytes or dtype == "opaque:str"):
-            dims = ()
+        self._flush()
         payload = self.table.payload(spans) if spans else None
-        self.table.tensor(self._text(tag), dtype, dims, nbytes, payload=payload, path=path)
+        shape = _shape(dtype, dims, nbytes)
+        self.table.tensor(self._text(tag), dtype, shape, nbytes, payload=payload, path=path)
 
     def _map(self, tag: bytes, at: int, stop: int, record: int) -> None:
         """The tensors of a MapParameter (keys, values, status)."""
@@ -273,6 +336,33 @@ class _Walk:
 
     def _damaged(self, offset: int, why: str) -> NoReturn:
         raise DamagedFileError(f"{self.source.label}: at byte {offset}: {why}") from None
+
+
+def _expected(kind: bytes, dims: tuple[int, ...], nbytes: int) -> int | None:
+    """Bytes that a tensor takes in all its pieces, of which ``nbytes`` are in the first; ``None``
+    for an unknown type."""
+    if kind not in _BITS:
+        return None
+    return math.prod(() if nbytes and dims == (0,) else dims) * _BITS[kind][1]
+
+
+def _shape(dtype: str, dims: tuple[int, ...], nbytes: int) -> tuple[int, ...]:
+    """Older writers say [0] for the shape (), and all do for strings."""
+    return () if dims == (0,) and (nbytes or dtype == "opaque:str") else dims
+
+
+def _whole_tensor(header: bytes) -> tuple[str, tuple[int, ...], int] | None:
+    """Dtype, shape and bytes of a tensor that starts with ``header`` (key and length included), if
+    it is sound and all in one piece."""
+    try:
+        length, i = varint(header, 1)
+        dims, kind, _, nbytes = _tensor_header(header, i, i + length)
+    except Broken:
+        return None
+    if nbytes != _expected(kind, dims, nbytes):
+        return None
+    dtype, _ = _BITS[kind]
+    return dtype, _shape(dtype, dims, nbytes), nbytes
 
 
 def _tensor_header(data: bytes, i: int, stop: int) -> tuple[tuple[int, ...], bytes, int, int]:

@@ -91,7 +91,9 @@ class FileSource:
         if start < 0 or start + nbytes > len(self._window):
             if nbytes > WINDOW // 2:
                 return self._exactly(offset, nbytes)
-            self._window = self._exactly(offset, min(WINDOW, self.size - offset))
+            # After a jump, who knows whether more is wanted than a page.
+            ahead = WINDOW if 0 <= start <= len(self._window) else max(nbytes, 4096)
+            self._window = self._exactly(offset, min(ahead, self.size - offset))
             self._window_at, start = offset, 0
         return self._window[start : start + nbytes]
 

@@ -15,7 +15,7 @@ from mindspore_bytes import field, map_record, record, tensor_proto, varint, wit
 from sample_files import SAMPLES, expected
 
 from slimckpt.errors import DamagedFileError, NotUnderstoodError, RefusedFileError
-from slimckpt.formats import Found, check, examine
+from slimckpt.formats import Found, check, examine, mindspore
 from slimckpt.formats.mindspore import MindSpore
 from slimckpt.model import TableBuilder
 from slimckpt.sources.positioned import FileSource
@@ -428,3 +428,73 @@ def test_twenty_thousand_small_records_are_located_in_well_under_half_a_second(
             fastest = min(fastest, time.process_time() - start)
     assert found.table.n_tensors == 20000
     assert fastest < 0.5
+
+
+NAMES = st.sampled_from(["a", "layers.0.weight", "\u00e9", "n" * 130, b"\xff\xfe", ""])
+KINDS = st.sampled_from(["Float32", "Int8", "Int4", "String", "Str", "Float8"])
+RECORDS = st.one_of(
+    # Whole tensors of few shapes, as nearly all are.
+    st.builds(
+        lambda name, n: record(name, "Float32", [2, n], bytes(8 * n)), NAMES, st.integers(0, 3)
+    ),
+    # Anything: pieces, wrong lengths, the shape [0].
+    st.builds(
+        lambda name, kind, dims, n: record(name, kind, dims, bytes(n)),
+        NAMES,
+        KINDS,
+        st.lists(st.integers(0, 3), max_size=3),
+        st.sampled_from([0, 1, 4, 8, 12, 300]),
+    ),
+    st.builds(lambda n: map_record("map", [("Int32", [n], bytes(4 * n))] * 3), st.integers(0, 2)),
+)
+
+
+@given(
+    st.lists(RECORDS, min_size=1, max_size=8),
+    st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), max_size=2),
+    st.integers(0, 3),
+)
+def test_the_quick_way_through_ordinary_records_finds_what_the_careful_one_does(
+    records: list[bytes], changes: list[tuple[int, int]], cut: int
+) -> None:
+    data = bytearray(b"".join(records))
+    for at, byte in changes:
+        if at < len(data):
+            data[at] = byte
+    source = BytesSource(bytes(data[: len(data) - cut]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mindspore._Walk, "_ordinary", lambda self, window, i, base: (i, 0))
+        careful = examine(source)
+    quick = examine(source)
+    assert quick[:4] == careful[:4]
+    for name, column in careful.table.columns.items():
+        assert quick.table.columns[name].tolist() == column.tolist(), name
+    for name in ("dtypes", "encodings", "fills"):
+        assert getattr(quick.table, name) == getattr(careful.table, name)
+
+
+def test_of_ordinary_records_only_the_heads_are_read_and_one_of_each_kind_with_care(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = record("w", "Int8", [100_000], bytes(100_000))
+    (tmp_path / "a.ckpt").write_bytes(one * 100)
+    careful: list[bytes] = []
+    header = mindspore._tensor_header
+
+    def counted(data: bytes, i: int, stop: int) -> tuple[tuple[int, ...], bytes, int, int]:
+        careful.append(data)
+        return header(data, i, stop)
+
+    monkeypatch.setattr(mindspore, "_tensor_header", counted)
+    reads: list[int] = []
+    with FileSource(bytes(tmp_path / "a.ckpt")) as source:
+        exactly = source._exactly
+
+        def read(offset: int, nbytes: int) -> bytes:
+            reads.append(nbytes)
+            return exactly(offset, nbytes)
+
+        monkeypatch.setattr(source, "_exactly", read)
+        assert examine(source).table.n_tensors == 100
+    assert len(careful) <= 3
+    assert sum(reads) < 100 * 6000
