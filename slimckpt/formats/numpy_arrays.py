@@ -85,17 +85,20 @@ def _dtype_of(node: Any) -> tuple[str, bool, int] | None:
     state = node.state
     if type(code) is not str or type(state) is not tuple or len(state) < 7:
         return None
-    order, itemsize = state[1], state[5]
+    order, fields, itemsize = state[1], state[4], state[5]
     if code in _DTYPES:
         return _DTYPES[code], order == ">", int(code[1:])
-    if code[:1] == "O" or "O" in code or type(itemsize) is not int or itemsize < 0:
+    # Of objects there are no bytes, but a list.
+    kind, digits = code[:1], code[1:]
+    if kind not in tuple("SUVMmfc") or not (digits.isascii() and digits.isdecimal()):
         return None
-    digits = code.lstrip("VSUMm")
-    if itemsize == 0 and digits.isdecimal() and len(digits) < 9:
-        itemsize = int(digits) * (4 if code[0] == "U" else 1)
-    elif code[:1] in "Mm":
-        itemsize = 8
-    return f"{OPAQUE}{code[:32]}", False, itemsize
+    if kind in "SUV":
+        if type(itemsize) is not int or not 0 <= itemsize < 2**31:
+            return None
+    else:
+        itemsize = int(digits[:4])
+    spelled = f"{order if order in ('<', '>') else '|'}{code[:16]}"
+    return f"{OPAQUE}{'structured' if fields is not None else spelled}", False, itemsize
 
 
 def _stored(data: Any, nbytes: int) -> tuple[Stored | None, str] | None:

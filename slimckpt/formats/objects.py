@@ -7,114 +7,183 @@ dots and attributes cannot be mistaken.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from slimckpt.errors import NotUnderstoodError
 from slimckpt.formats.pickles import Call, Dict, Persistent, Set, Stored
 
 MAX_DEPTH = 512
-MAX_SEEN_AGAIN = 1 << 17
-"""How often containers may be met again by another path: an object that holds itself twice over,
-many levels deep, has more paths than anybody can walk."""
-MAX_NAMES = 1 << 28
-"""Bytes of all names and paths."""
+MAX_AGAIN = 1 << 18
+"""Objects that are met again by another path, with what they hold: an object that holds itself
+twice over, many levels deep, has more paths than anybody can walk."""
+MAX_TEXT = 1 << 16
+"""Characters of a name and its path, or bytes of one row."""
+_ROOM = 64 * 1024 * 1024
+_MAX_SHOWN = 1 << 63
 
-Visit = Callable[[str, str, Any], bool]
-"""Gets name, exact path and object, and says whether it took the object for itself."""
+
+ITEM, ATTRIBUTE, ARGUMENT, MEMBER, STATE = "[{}]", ".{}", "({})", "{{{}}}", ".__setstate__"
+"""How a key is written in an exact path."""
 
 
-def walk(root: Any, visit: Visit, label: str) -> None:
-    """Show every object of a tree to ``visit``, in order; what it takes is not walked into.
+class Trail:
+    """How an object was reached: from ``parent`` by ``key``. Texts are made when asked for."""
 
-    Raises
-    ------
-    NotUnderstoodError
-        The tree is too deep, or has too many paths.
+    __slots__ = ("key", "parent", "style", "texts")
+
+    def __init__(self, parent: Trail | None, key: Any, style: str) -> None:
+        self.parent, self.key, self.style = parent, key, style
+        self.texts: tuple[str, str] | None = None
+
+
+Part = tuple[Any, str, Any]
+"""A key, its style (empty where the part stands for the whole), and an object."""
+Visit = Callable[[Trail, Any], Iterable[Part] | None]
+"""Gets a trail and an object; says what is to be walked of it, where it took it for itself."""
+
+
+class Walk:
+    """A walk through the objects of a file's pickles.
+
+    Parameters
+    ----------
+    label : str
+        What errors call the file.
+    nbytes : int
+        Bytes of the pickles: of few bytes no more can come than belongs to them.
     """
-    seen: set[int] = set()
-    again = names = 0
-    inside: set[int] = set()
-    pending: list[tuple[str, str, Any] | int] = [("", "", root)]
-    while pending:
-        entry = pending.pop()
-        if type(entry) is int:
-            inside.discard(entry)
-            continue
-        assert not isinstance(entry, int)
-        name, path, node = entry
-        names += len(path)
-        if names > MAX_NAMES:
+
+    def __init__(self, label: str, nbytes: int) -> None:
+        self.label, self.room = label, 16 * nbytes + _ROOM
+
+    def spend(self, nbytes: int) -> None:
+        """Note that names, paths and shapes take memory.
+
+        Raises
+        ------
+        NotUnderstoodError
+            It is more than any sensible file needs.
+        """
+        self.room -= nbytes
+        if self.room < 0 or nbytes > MAX_TEXT:
             raise NotUnderstoodError(
-                f"{label}: the paths in its pickle are too long; kept as a whole"
+                f"{self.label}: the names in its pickle are too long; it is kept as a whole"
             )
-        if visit(name, path, node):
-            continue
-        if id(node) in inside:
-            continue
-        again += id(node) in seen
-        if again > MAX_SEEN_AGAIN or len(inside) >= MAX_DEPTH:
-            what = "deep" if len(inside) >= MAX_DEPTH else "often referred to"
-            raise NotUnderstoodError(f"{label}: its pickle has objects too {what}; kept as a whole")
-        seen.add(id(node))
-        inside.add(id(node))
-        pending.append(id(node))
-        pending += reversed(list(_children(name, path, node)))
+
+    def texts(self, trail: Trail) -> tuple[str, str]:
+        """Name and exact path; lone surrogates are escaped."""
+        pending = []
+        while trail.texts is None and trail.parent is not None:
+            pending.append(trail)
+            trail = trail.parent
+        name, path = trail.texts or ("", "")
+        for trail in reversed(pending):
+            key = trail.key if type(trail.key) is str else _show(trail.key)
+            exact = _show(trail.key) if trail.style == ITEM else key
+            name = _encodable(f"{name}.{key}" if trail.parent and trail.parent.parent else key)
+            path = _encodable(path + trail.style.format(exact))
+            self.spend(len(name) + len(path))
+            trail.texts = name, path
+        return name, path
+
+    def __call__(self, root: Any, visit: Visit, start: Iterable[tuple[Any, str]] = ()) -> None:
+        """Show every object of a tree to ``visit``, in order; ``start`` are keys that lead to it.
+
+        Raises
+        ------
+        NotUnderstoodError
+            The tree is too deep, or has too many paths.
+        """
+        first = Trail(None, None, "")
+        for key, style in start:
+            first = Trail(first, key, style)
+        seen: set[int] = set()
+        inside: set[int] = set()
+        barren: set[int] = set()
+        again = taken = 0
+        frames: list[tuple[Trail, Iterator[Part], int, int]] = []
+        frames.append((first, iter([(None, "", root)]), 0, 0))
+        while frames:
+            parent, parts, number, before = frames[-1]
+            part = next(parts, None)
+            if part is None:
+                frames.pop()
+                inside.discard(number)
+                if taken == before:
+                    barren.add(number)
+                continue
+            key, style, node = part
+            number = id(node)
+            if number in barren or number in inside:
+                continue
+            again += 1 + _n_parts(node) if number in seen else 0
+            if again > MAX_AGAIN or len(inside) >= MAX_DEPTH:
+                what = "often referred to" if again > MAX_AGAIN else "deep"
+                raise NotUnderstoodError(
+                    f"{self.label}: its pickle has objects too {what}; it is kept as a whole"
+                )
+            trail = Trail(parent, key, style) if style else parent
+            before = taken
+            found = visit(trail, node)
+            taken += found is not None
+            seen.add(number)
+            inside.add(number)
+            frames.append((trail, _parts(node) if found is None else iter(found), number, before))
 
 
-def _children(name: str, path: str, node: Any) -> Iterator[tuple[str, str, Any]]:
+def may_hold(value: Any) -> bool:
+    """Whether it can hold a tensor, or be one."""
+    return type(value) in (Dict, list, tuple, Call, Persistent, Set)
+
+
+def _n_parts(node: Any) -> int:
+    if type(node) is Call:
+        return sum(map(_n_parts, (node.args, node.items, node.flat)))
+    return len(node) if type(node) in (Dict, list, tuple) else 0
+
+
+def _parts(node: Any) -> Iterator[Part]:
     """What an object holds: only what can hold a tensor, or be one."""
-    prefix = f"{name}." if name else ""
     if type(node) in (list, tuple):
-        yield from _items(prefix, path, node)
+        yield from _items(node, ITEM)
     elif type(node) is Dict:
-        yield from _pairs(prefix, path, node.pairs)
+        yield from _pairs(node.pairs, ITEM)
     elif type(node) is Set:
-        for number, item in enumerate(node.items):
-            if _may_hold(item):
-                yield f"{prefix}{number}", f"{path}{{{number}}}", item
+        yield from _items(node.items, MEMBER)
     elif type(node) is Call:
         if type(node.args) is tuple:
-            brackets = "[]" if node.new else "()"
-            yield from _items(prefix, path, node.args, brackets)
-        yield from _items(prefix, path, node.items)
-        yield from _pairs(prefix, path, node.pairs)
-        states = node.state if type(node.state) is tuple else (node.state,)
-        for state in states:
+            yield from _items(node.args, ITEM if node.new else ARGUMENT)
+        yield from _items(node.items, ITEM)
+        yield from _pairs(node.pairs, ITEM)
+        for state in node.state if type(node.state) is tuple else (node.state,):
             if type(state) is Dict:
-                for key, value in state.pairs:
-                    if type(key) is str and _may_hold(value):
-                        yield f"{prefix}{key}", f"{path}.{key}", value
-            elif _may_hold(state):
-                yield f"{prefix}state", f"{path}.__setstate__", state
+                yield from _pairs(state.pairs, ATTRIBUTE)
+            elif may_hold(state):
+                yield "state", STATE, state
 
 
-def _items(
-    prefix: str, path: str, items: Any, brackets: str = "[]"
-) -> Iterator[tuple[str, str, Any]]:
-    for number, item in enumerate(items):
-        if _may_hold(item):
-            yield f"{prefix}{number}", f"{path}{brackets[0]}{number}{brackets[1]}", item
+def _items(items: Iterable[Any], style: str) -> Iterator[Part]:
+    return ((number, style, item) for number, item in enumerate(items) if may_hold(item))
 
 
-def _pairs(prefix: str, path: str, pairs: Any) -> Iterator[tuple[str, str, Any]]:
-    for key, value in pairs:
-        if _may_hold(value):
-            text = key if type(key) is str else _show(key)
-            yield f"{prefix}{text}", f"{path}[{_show(key)}]", value
-
-
-def _may_hold(value: Any) -> bool:
-    return type(value) in (Dict, list, tuple, Call, Persistent, Set) or (
-        type(value) is Stored and not value.text
-    )
+def _pairs(pairs: Iterable[tuple[Any, Any]], style: str) -> Iterator[Part]:
+    return ((key, style, value) for key, value in pairs if may_hold(value))
 
 
 def _show(key: Any, depth: int = 0) -> str:
     """A key as Python writes it."""
-    if type(key) is tuple and depth < 4:
-        inner = ", ".join(_show(item, depth + 1) for item in key[:64])
+    if type(key) is tuple and depth < 2:
+        inner = ", ".join(_show(item, depth + 1) for item in key[:16])
         return f"({inner},)" if len(key) == 1 else f"({inner})"
-    if type(key) in (str, int, float, bool, type(None)):
+    if type(key) in (str, float, bool, type(None)):
         return repr(key)
+    if type(key) is int and abs(key) < _MAX_SHOWN:
+        return repr(key)
+    if type(key) is Stored and key.data is not None:
+        return repr(key.data)
     return f"<{type(key).__name__}>"
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

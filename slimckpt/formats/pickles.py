@@ -8,21 +8,27 @@ meaning are those of CPython's ``pickletools`` (protocols 0 to 5).
 
 from __future__ import annotations
 
+import gc
 import struct
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from slimckpt.errors import DamagedFileError, NotUnderstoodError
 from slimckpt.sources.positioned import ByteSource
 
-MAX_NODES = 1 << 22
-"""Objects in one pickle: what a hundred million bytes of pure metadata have, in 2 GB at most."""
+MAX_NODES = 32_000_000
+"""Objects in one file's pickles: those of 200 MB of pure metadata, which take 1 to 2 GB."""
 _MAX_LINE = 1 << 16
 _MAX_INT = 1 << 10
 _SHORT = 256
 """Byte strings of fewer bytes are kept as they are too, since they can be numbers or names."""
 _CHUNK = 1 << 16
+_ARGUMENT = 8
+"""Bytes that an opcode's fixed argument has at most."""
+_MAX_HOLES = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,39 +42,48 @@ class Global:
         return f"{self.module}.{self.name}"
 
 
-@dataclass(slots=True, eq=False)
 class Call:
     """An object that unpickling would make by calling ``what`` with ``args``.
 
     ``new`` where it would be ``cls.__new__``. ``state`` is what its ``__setstate__`` or
-    ``__dict__`` would get, ``items`` and ``pairs`` what would be appended or set.
+    ``__dict__`` would get, ``items`` what would be appended, ``flat`` keys and values in turn.
     """
 
-    what: Any
-    args: Any
-    new: bool = False
-    kwargs: Any = None
-    state: Any = None
-    items: list[Any] = field(default_factory=list)
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    __slots__ = ("args", "flat", "items", "kwargs", "new", "state", "what")
+
+    def __init__(self, what: Any, args: Any, new: bool = False, kwargs: Any = None) -> None:
+        self.what, self.args, self.new, self.kwargs = what, args, new, kwargs
+        self.state: Any = None
+        # Most have none, and there are millions.
+        self.items: list[Any] | tuple[()] = ()
+        self.flat: list[Any] | tuple[()] = ()
+
+    @property
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        return zip(self.flat[::2], self.flat[1::2], strict=True)
 
     def is_a(self, *names: str) -> bool:
         """Whether it is made by a global of one of these dotted names."""
         return type(self.what) is Global and str(self.what) in names
 
 
-@dataclass(slots=True, eq=False)
-class Dict:
-    """A dict: its pairs in order, as set."""
+class Dict(list[Any]):
+    """A dict as it was set: keys and values in turn."""
 
-    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+    __slots__ = ()
+
+    @property
+    def pairs(self) -> Iterable[tuple[Any, Any]]:
+        return zip(self[::2], self[1::2], strict=True)
 
 
-@dataclass(slots=True, eq=False)
 class Set:
     """A set or frozenset."""
 
-    items: list[Any] = field(default_factory=list)
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,13 +107,13 @@ class Stored:
     data: bytes | None = None
 
 
-_MARK = object()
 _ENCODE = Global("_codecs", "encode")
+_MISSING = object()
 
 
 def pairs_of(node: Any) -> list[tuple[Any, Any]]:
     """The pairs of a dict, or of an object that is one; none of anything else."""
-    return node.pairs if type(node) in (Dict, Call) else []
+    return list(node.pairs) if type(node) in (Dict, Call) else []
 
 
 def fields_of(node: Any) -> dict[str, Any]:
@@ -117,83 +132,198 @@ def read_pickle(source: ByteSource, offset: int, end: int) -> tuple[Any, int]:
     NotUnderstoodError
         It has more objects than this reader will hold.
     """
-    return _Machine(source, offset, end).run()
+    reader = PickleReader(source, offset, end)
+    with uncollected():
+        return reader.read(), reader.at
 
 
-class _Machine:
-    def __init__(self, source: ByteSource, offset: int, end: int) -> None:
-        self.source, self.at, self.end = source, offset, end
-        self.start = offset
-        self.buffer, self.buffer_at = b"", offset
+_lock = threading.Lock()
+_uncollected = [0, False]
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Python's search for cycles stands still: it takes a third of the time where millions of
+    objects are made of which none is garbage. For all threads; it goes on after the last of them.
+    """
+    with _lock:
+        if not _uncollected[0]:
+            _uncollected[1] = gc.isenabled()
+            gc.disable()
+        _uncollected[0] += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _uncollected[0] -= 1
+            if not _uncollected[0] and _uncollected[1]:
+                gc.enable()
+
+
+class PickleReader:
+    """Reads pickles that follow each other from ``at`` to ``end``.
+
+    Parameters
+    ----------
+    max_nodes : int
+        Objects that all of them may have.
+
+    Attributes
+    ----------
+    nbytes : int
+        Bytes from ``at`` to ``end`` at first.
+    at : int
+        Where the pickle that was read last ends.
+    symbols : dict
+        The globals that were met, by module and name.
+    persistent : list
+        The persistent ids that were met.
+    """
+
+    def __init__(self, source: ByteSource, at: int, end: int, max_nodes: int | None = None) -> None:
+        self.source, self.start, self.end = source, at, end
+        self.nbytes = end - at
+        self.max_nodes = MAX_NODES if max_nodes is None else max_nodes
+        self.nodes = 0
+        self.persistent: list[Persistent] = []
+        self.symbols = {("_codecs", "encode"): _ENCODE}
+        # ``buffer`` holds ``size`` bytes of the file from ``base`` on, and ``i`` is a place in it.
+        # From ``safe`` on it is filled again, so that no argument is cut; at ``end`` zeros follow.
+        self.buffer, self.base, self.size, self.safe, self.i = b"", at, 0, 0, 0
+        self._fresh()
+
+    def _fresh(self) -> None:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
-        self.nodes = 0
-        self.globals: dict[tuple[str, str], Global] = {}
+        self.memo: list[Any] = []
+        self.holes = 0
 
-    def run(self) -> tuple[Any, int]:
-        table = OPCODES
+    @property
+    def at(self) -> int:
+        return self.base + self.i
+
+    def read(self) -> Any:
+        """The tree of the next pickle.
+
+        Raises
+        ------
+        DamagedFileError, NotUnderstoodError
+            As in :func:`read_pickle`.
+        """
+        self._fresh()
+        self.start = self.at
         try:
-            while True:
-                if not 0 <= self.at - self.buffer_at < len(self.buffer):
-                    self._fill(1)
-                code = self.buffer[self.at - self.buffer_at]
-                self.at += 1
-                if code == 0x2E:  # STOP
-                    if self.marks or len(self.stack) != 1:
-                        self.damaged("it ends with other than one object on its stack")
-                    return self.stack[0], self.at
+            self._run()
+            root = self.stack[0]
+            self._fresh()
+            return root
+        except (DamagedFileError, NotUnderstoodError):
+            raise
+        except (IndexError, TypeError, AttributeError, UnicodeDecodeError, struct.error) as error:
+            self.damaged(f"what it does makes no sense ({type(error).__name__})")
+        except ValueError as error:
+            self.damaged(str(error)[:200])
+
+    def _run(self) -> None:
+        """Everything up to STOP. The opcodes that pickles mostly consist of are done here, the
+        others by :data:`OPCODES`."""
+        table, memo, unpack = OPCODES, self.memo, struct.Struct("<i").unpack_from
+        buffer, at, safe, stack, nodes = self.buffer, self.i, self.safe, self.stack, 0
+        while True:
+            if at >= safe:
+                self.i = at
+                self.count(nodes)
+                self._fill(1)
+                buffer, at, safe, nodes = self.buffer, self.i, self.safe, 0
+            code = buffer[at]
+            at += 1
+            if code == 0x94:  # MEMOIZE
+                if self.holes:
+                    self.remember(len(memo) - self.holes)
+                else:
+                    memo.append(stack[-1])
+            elif code == 0x68:  # BINGET
+                value = memo[buffer[at]]
+                if value is _MISSING:
+                    self.damaged("what it gets from its memo was never put there")
+                stack.append(value)
+                at += 1
+            elif code == 0x71:  # BINPUT
+                if buffer[at] == len(memo):
+                    memo.append(stack[-1])
+                else:
+                    self.remember(buffer[at])
+                at += 1
+            elif code == 0x4B:  # BININT1
+                stack.append(buffer[at])
+                at += 1
+            elif code == 0x28:  # MARK
+                self.marks.append(stack)
+                self.stack = stack = []
+                nodes += 1
+            elif code == 0x4A:  # BININT
+                stack.append(unpack(buffer, at)[0])
+                at += 4
+                nodes += 1
+            elif code == 0x2E:  # STOP
+                self.i = at
+                self.count(nodes)
+                if self.marks or len(stack) != 1:
+                    self.damaged("it ends with other than one object on its stack")
+                return
+            else:
                 work = table[code]
+                self.i = at
                 if work is None:
                     self.damaged(f"{code:#04x} is no opcode")
                 work(self)
-        except (IndexError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
-            self.damaged(f"what it does makes no sense ({type(error).__name__})")
-        except ValueError as error:
-            if isinstance(error, (DamagedFileError, NotUnderstoodError)):
-                raise
-            self.damaged(str(error)[:200])
+                buffer, at, safe, stack = self.buffer, self.i, self.safe, self.stack
 
     def damaged(self, why: str) -> NoReturn:
         raise DamagedFileError(
             f"{self.source.label}: the pickle at {self.start}, byte {self.at}: {why}"
         )
 
-    def node(self) -> None:
-        """Count an object that takes memory."""
-        self.nodes += 1
-        if self.nodes > MAX_NODES:
+    def count(self, nodes: int = 1) -> None:
+        """Count objects that take memory."""
+        self.nodes += nodes
+        if self.nodes > self.max_nodes:
             raise NotUnderstoodError(
-                f"{self.source.label}: its pickle has more than {MAX_NODES} objects; it is kept as"
-                " a whole"
+                f"{self.source.label}: its pickle has more than {self.max_nodes} objects; it is"
+                " kept as a whole"
             )
 
     def _fill(self, nbytes: int) -> None:
-        if self.at + nbytes > self.end:
-            self.damaged(f"expected {nbytes} more bytes, found {self.end - self.at}; it was cut")
-        self.buffer = self.source.read(self.at, min(max(_CHUNK, nbytes), self.end - self.at))
-        self.buffer_at = self.at
+        at = self.at
+        if at + nbytes > self.end:
+            self.damaged(f"expected {nbytes} more bytes, found {self.end - at}; it was cut")
+        self.size = min(max(_CHUNK, nbytes), self.end - at)
+        self.buffer = self.source.read(at, self.size)
+        self.base, self.i = at, 0
+        if at + self.size == self.end:
+            self.buffer += bytes(_ARGUMENT)
+            self.safe = self.size
+        else:
+            self.safe = self.size - _ARGUMENT
 
     def take(self, nbytes: int) -> bytes:
-        start = self.at - self.buffer_at
-        if start < 0 or start + nbytes > len(self.buffer):
+        start = self.i
+        if start + nbytes > self.size:
             self._fill(nbytes)
             start = 0
-        self.at += nbytes
+        self.i = start + nbytes
         return self.buffer[start : start + nbytes]
 
     def line(self) -> bytes:
         """Up to a newline, which is taken too."""
         found = b""
         while True:
-            start = self.at - self.buffer_at
-            if not 0 <= start < len(self.buffer):
+            if self.i >= self.size:
                 self._fill(1)
-                start = 0
-            stop = self.buffer.find(b"\n", start)
-            piece = self.buffer[start : stop if stop >= 0 else None]
+            stop = self.buffer.find(b"\n", self.i, self.size)
+            piece = self.buffer[self.i : stop if stop >= 0 else self.size]
             found += piece
-            self.at += len(piece) + (stop >= 0)
+            self.i += len(piece) + (stop >= 0)
             if len(found) > _MAX_LINE:
                 self.damaged("a line is too long")
             if stop >= 0:
@@ -201,34 +331,31 @@ class _Machine:
 
     def stored(self, nbytes: int, text: str = "") -> Stored:
         """A string of ``nbytes`` from here on, which is skipped."""
-        if self.at + nbytes > self.end:
-            self.damaged(
-                f"a string of {nbytes} bytes where {self.end - self.at} are left; it was cut"
-            )
-        self.node()
         offset = self.at
+        if offset + nbytes > self.end:
+            self.damaged(
+                f"a string of {nbytes} bytes where {self.end - offset} are left; it was cut"
+            )
+        self.count()
         if nbytes < _SHORT:
             return Stored(offset, nbytes, text, self.take(nbytes))
-        self.at += nbytes
+        if self.i + nbytes <= self.size:
+            self.i += nbytes
+        else:
+            self.base, self.i, self.size, self.safe = offset + nbytes, 0, 0, 0
         return Stored(offset, nbytes, text)
 
     def text(self, nbytes: int) -> None:
         # Under protocol 2 the bytes of an array are text, given to this function.
-        encoded = type(self.stack[-1]) is Global and self.stack[-1] == _ENCODE if self.stack else 0
-        if encoded or nbytes > _MAX_LINE:
-            self.push(self.stored(nbytes, "utf-8"))
+        if nbytes > _MAX_LINE or (self.stack and self.stack[-1] is _ENCODE):
+            self.stack.append(self.stored(nbytes, "utf-8"))
         else:
-            self.node()
-            self.push(self.take(nbytes).decode("utf-8", "surrogatepass"))
+            self.count()
+            self.stack.append(str(self.take(nbytes), "utf-8", "surrogatepass"))
 
-    def push(self, value: Any) -> None:
+    def made(self, value: Any) -> None:
+        self.count()
         self.stack.append(value)
-
-    def mark(self) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
-        if len(self.marks) > MAX_NODES:
-            self.node()
 
     def popped(self) -> list[Any]:
         """What lies above the last mark."""
@@ -237,44 +364,61 @@ class _Machine:
         return found
 
     def symbol(self, module: Any, name: Any) -> Global:
-        if not (isinstance(module, str) and isinstance(name, str)):
+        if not (type(module) is str and type(name) is str):
             self.damaged("the name of a global is no text")
-        found = self.globals.get((module, name))
+        found = self.symbols.get((module, name))
         if found is None:
-            self.node()
-            found = self.globals[module, name] = Global(module, name)
+            self.count()
+            found = self.symbols[module, name] = Global(module, name)
         return found
 
-    def call(self, what: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> None:
-        self.node()
-        self.push(Call(what, args, new, kwargs))
-
-    def append(self, target: Any, items: list[Any]) -> None:
+    def append(self, items: list[Any]) -> None:
+        target = self.stack[-1]
         if type(target) is list:
             target.extend(items)
-        elif type(target) in (Call, Set):
+        elif type(target) not in (Call, Set):
+            self.damaged(f"appends to a {type(target).__name__}")
+        elif target.items:
             target.items.extend(items)
         else:
-            self.damaged(f"appends to a {type(target).__name__}")
+            target.items = items
 
-    def set_pairs(self, target: Any, flat: list[Any]) -> None:
+    def set_pairs(self, flat: list[Any]) -> None:
+        target = self.stack[-1]
         if len(flat) % 2:
             self.damaged("a key without a value")
-        if type(target) not in (Call, Dict):
+        if type(target) is Dict:
+            target.extend(flat)
+        elif type(target) is not Call:
             self.damaged(f"sets items of a {type(target).__name__}")
-        target.pairs.extend(zip(flat[::2], flat[1::2], strict=True))
+        elif target.flat:
+            target.flat.extend(flat)
+        else:
+            target.flat = flat
 
     def remember(self, index: int) -> None:
-        if index not in self.memo:
-            self.node()
-        self.memo[index] = self.stack[-1]
+        """Put into the memo: a list, since writers count from 0."""
+        value, memo = self.stack[-1], self.memo
+        if index < 0 or index - len(memo) + self.holes > _MAX_HOLES:
+            self.damaged(f"puts into place {index:#x} of a memo of {len(memo)}")
+        if index >= len(memo):
+            self.holes += index + 1 - len(memo)
+            memo.extend([_MISSING] * (index + 1 - len(memo)))
+        self.holes -= memo[index] is _MISSING
+        memo[index] = value
+
+    def recall(self, index: int) -> None:
+        value = self.memo[index] if index >= 0 else _MISSING
+        if value is _MISSING:
+            self.damaged("what it gets from its memo was never put there")
+        self.stack.append(value)
 
 
-def _number(layout: str) -> Callable[[_Machine], int]:
+def _number(layout: str) -> Callable[[PickleReader], int]:
     unpack, nbytes = struct.Struct(layout).unpack, struct.calcsize(layout)
 
-    def read(machine: _Machine) -> int:
-        found: int = unpack(machine.take(nbytes))[0]
+    def read(reader: PickleReader) -> int:
+        found: int = unpack(reader.take(nbytes))[0]
         return found
 
     return read
@@ -284,247 +428,222 @@ _u1, _u2, _i4, _u4, _u8 = map(_number, ("<B", "<H", "<i", "<I", "<Q"))
 _f8 = struct.Struct(">d").unpack
 
 
-def _int_line(machine: _Machine, line: bytes) -> int:
+def _int_line(reader: PickleReader, line: bytes) -> int:
     if len(line) > _MAX_INT:
-        machine.damaged("an integer of too many digits")
+        reader.damaged("an integer of too many digits")
     return int(line)
 
 
-def _op_int(machine: _Machine) -> None:
-    line = machine.line()
-    machine.push(line == b"01" if line in (b"00", b"01") else _int_line(machine, line))
+def _op_int(reader: PickleReader) -> None:
+    line = reader.line()
+    reader.made(line == b"01" if line in (b"00", b"01") else _int_line(reader, line))
 
 
-def _op_long(machine: _Machine) -> None:
-    machine.push(_int_line(machine, machine.line().rstrip(b"L")))
+def _op_long(reader: PickleReader) -> None:
+    reader.made(_int_line(reader, reader.line().removesuffix(b"L")))
 
 
-def _op_long_binary(machine: _Machine, nbytes: int) -> None:
+def _op_long_binary(reader: PickleReader, nbytes: int) -> None:
     if not 0 <= nbytes <= _MAX_LINE:
-        machine.damaged(f"an integer of {nbytes} bytes")
-    machine.node()
-    machine.push(int.from_bytes(machine.take(nbytes), "little", signed=True))
+        reader.damaged(f"an integer of {nbytes} bytes")
+    reader.made(int.from_bytes(reader.take(nbytes), "little", signed=True))
 
 
-def _op_string(machine: _Machine) -> None:
-    line = machine.line()
+def _op_float(reader: PickleReader) -> None:
+    line = reader.line()
+    if len(line) > _MAX_INT:
+        reader.damaged("a number of too many digits")
+    reader.made(float(line))
+
+
+def _op_string(reader: PickleReader) -> None:
+    line = reader.line()
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"'):
-        machine.damaged("a string without quotes")
-    machine.node()
+        reader.damaged("a string without quotes")
     # Escapes of Python 2; nothing that slimckpt reads has any.
-    machine.push(line[1:-1].decode("latin-1"))
+    reader.made(line[1:-1].decode("latin-1"))
 
 
-def _op_binstring(machine: _Machine, nbytes: int) -> None:
+def _op_binstring(reader: PickleReader, nbytes: int) -> None:
     """Bytes of Python 2: text where they are short and plain, else a place in the file."""
     if nbytes < 0:
-        machine.damaged("a string of negative length")
-    found = machine.stored(nbytes)
+        reader.damaged("a string of negative length")
+    found = reader.stored(nbytes)
     plain = found.data is not None and found.data.isascii() and found.data.decode().isprintable()
-    machine.push(found.data.decode() if plain and found.data else found)
+    reader.stack.append(found.data.decode() if plain and found.data is not None else found)
 
 
-def _op_unicode(machine: _Machine) -> None:
-    machine.node()
-    machine.push(machine.line().decode("raw-unicode-escape"))
-
-
-def _op_pop(machine: _Machine) -> None:
-    if machine.stack:
-        machine.stack.pop()
+def _op_pop(reader: PickleReader) -> None:
+    if reader.stack:
+        reader.stack.pop()
     else:
-        machine.popped()
+        reader.popped()
 
 
-def _op_tuple(machine: _Machine, count: int) -> None:
-    if len(machine.stack) < count:
-        machine.damaged("a tuple of more than there is")
-    machine.node()
-    found = tuple(machine.stack[len(machine.stack) - count :])
-    del machine.stack[len(machine.stack) - count :]
-    machine.push(found)
+def _op_tuple(reader: PickleReader, count: int) -> None:
+    stack = reader.stack
+    if len(stack) < count:
+        reader.damaged("a tuple of more than there is")
+    reader.count()
+    stack[-count:] = [tuple(stack[-count:])]
 
 
-def _made(machine: _Machine, value: Any) -> None:
-    machine.node()
-    machine.push(value)
+def _op_mark_dict(reader: PickleReader) -> None:
+    flat = reader.popped()
+    reader.made(Dict())
+    reader.set_pairs(flat)
 
 
-def _op_mark_dict(machine: _Machine) -> None:
-    flat, found = machine.popped(), Dict()
-    machine.set_pairs(found, flat)
-    _made(machine, found)
+def _op_append(reader: PickleReader) -> None:
+    reader.append([reader.stack.pop()])
 
 
-def _op_append(machine: _Machine) -> None:
-    value = machine.stack.pop()
-    machine.append(machine.stack[-1], [value])
+def _op_setitem(reader: PickleReader) -> None:
+    value, key = reader.stack.pop(), reader.stack.pop()
+    reader.set_pairs([key, value])
 
 
-def _op_appends(machine: _Machine) -> None:
-    items = machine.popped()
-    machine.append(machine.stack[-1], items)
+def _op_additems(reader: PickleReader) -> None:
+    items = reader.popped()
+    if type(reader.stack[-1]) not in (Set, Call):
+        reader.damaged("adds to what is no set")
+    reader.append(items)
 
 
-def _op_setitem(machine: _Machine) -> None:
-    value, key = machine.stack.pop(), machine.stack.pop()
-    machine.set_pairs(machine.stack[-1], [key, value])
+def _op_global(reader: PickleReader) -> None:
+    module, name = reader.line().decode(), reader.line().decode()
+    reader.stack.append(reader.symbol(module, name))
 
 
-def _op_setitems(machine: _Machine) -> None:
-    flat = machine.popped()
-    machine.set_pairs(machine.stack[-1], flat)
+def _op_stack_global(reader: PickleReader) -> None:
+    name, module = reader.stack.pop(), reader.stack.pop()
+    reader.stack.append(reader.symbol(module, name))
 
 
-def _op_additems(machine: _Machine) -> None:
-    items = machine.popped()
-    if type(machine.stack[-1]) not in (Set, Call):
-        machine.damaged("adds to what is no set")
-    machine.append(machine.stack[-1], items)
+def _op_reduce(reader: PickleReader) -> None:
+    args, what = reader.stack.pop(), reader.stack.pop()
+    reader.made(Call(what, args))
 
 
-def _op_global(machine: _Machine) -> None:
-    module, name = machine.line().decode(), machine.line().decode()
-    machine.push(machine.symbol(module, name))
+def _op_newobj(reader: PickleReader) -> None:
+    args, what = reader.stack.pop(), reader.stack.pop()
+    reader.made(Call(what, args, new=True))
 
 
-def _op_stack_global(machine: _Machine) -> None:
-    name, module = machine.stack.pop(), machine.stack.pop()
-    machine.push(machine.symbol(module, name))
+def _op_newobj_ex(reader: PickleReader) -> None:
+    kwargs, args, what = reader.stack.pop(), reader.stack.pop(), reader.stack.pop()
+    reader.made(Call(what, args, new=True, kwargs=kwargs))
 
 
-def _op_reduce(machine: _Machine) -> None:
-    args, what = machine.stack.pop(), machine.stack.pop()
-    machine.call(what, args)
+def _op_inst(reader: PickleReader) -> None:
+    what = reader.symbol(reader.line().decode(), reader.line().decode())
+    reader.made(Call(what, tuple(reader.popped())))
 
 
-def _op_newobj(machine: _Machine) -> None:
-    args, what = machine.stack.pop(), machine.stack.pop()
-    machine.call(what, args, new=True)
+def _op_obj(reader: PickleReader) -> None:
+    what, *args = reader.popped()
+    reader.made(Call(what, tuple(args)))
 
 
-def _op_newobj_ex(machine: _Machine) -> None:
-    kwargs, args, what = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
-    machine.call(what, args, new=True, kwargs=kwargs)
-
-
-def _op_inst(machine: _Machine) -> None:
-    what = machine.symbol(machine.line().decode(), machine.line().decode())
-    machine.call(what, tuple(machine.popped()))
-
-
-def _op_obj(machine: _Machine) -> None:
-    what, *args = machine.popped()
-    machine.call(what, tuple(args))
-
-
-def _op_build(machine: _Machine) -> None:
-    state = machine.stack.pop()
-    target = machine.stack[-1]
+def _op_build(reader: PickleReader) -> None:
+    state = reader.stack.pop()
+    target = reader.stack[-1]
     if type(target) is not Call:
-        machine.damaged(f"gives a state to a {type(target).__name__}")
+        reader.damaged(f"gives a state to a {type(target).__name__}")
     target.state = state
 
 
-def _op_persid(machine: _Machine) -> None:
-    _made(machine, Persistent(machine.line().decode()))
+def _op_persistent(reader: PickleReader, pid: Any) -> None:
+    reader.made(Persistent(pid))
+    reader.persistent.append(reader.stack[-1])
 
 
-def _op_binpersid(machine: _Machine) -> None:
-    _made(machine, Persistent(machine.stack.pop()))
+def _op_extension(reader: PickleReader, code: int) -> None:
+    reader.stack.append(reader.symbol("copyreg", f"extension {code}"))
 
 
-def _op_extension(machine: _Machine, code: int) -> None:
-    machine.push(machine.symbol("copyreg", f"extension {code}"))
-
-
-def _op_proto(machine: _Machine) -> None:
-    version = _u1(machine)
+def _op_proto(reader: PickleReader) -> None:
+    version = _u1(reader)
     if version > 5:
-        machine.damaged(f"protocol {version}, expected 0 to 5")
+        reader.damaged(f"protocol {version}, expected 0 to 5")
 
 
-def _op_frame(machine: _Machine) -> None:
-    nbytes = _u8(machine)
-    if machine.at + nbytes > machine.end:
-        machine.damaged(f"a frame of {nbytes} bytes where {machine.end - machine.at} are left")
+def _op_frame(reader: PickleReader) -> None:
+    nbytes = _u8(reader)
+    if reader.at + nbytes > reader.end:
+        reader.damaged(f"a frame of {nbytes} bytes where {reader.end - reader.at} are left")
 
 
-def _op_float(machine: _Machine) -> None:
-    line = machine.line()
-    if len(line) > _MAX_INT:
-        machine.damaged("a number of too many digits")
-    machine.push(float(line))
-
-
-_WORK: dict[str, Callable[[_Machine], Any]] = {
-    "(": _Machine.mark,
+_WORK: dict[str, Callable[[PickleReader], Any]] = {
+    "(": lambda r: None,
     "0": _op_pop,
-    "1": _Machine.popped,
-    "2": lambda m: m.push(m.stack[-1]),
+    "1": PickleReader.popped,
+    "2": lambda r: r.stack.append(r.stack[-1]),
     "F": _op_float,
     "I": _op_int,
-    "J": lambda m: m.push(_i4(m)),
-    "K": lambda m: m.push(_u1(m)),
+    "J": lambda r: None,
+    "K": lambda r: None,
     "L": _op_long,
-    "M": lambda m: m.push(_u2(m)),
-    "N": lambda m: m.push(None),
-    "P": _op_persid,
-    "Q": _op_binpersid,
+    "M": lambda r: r.made(_u2(r)),
+    "N": lambda r: r.stack.append(None),
+    "P": lambda r: _op_persistent(r, r.line().decode()),
+    "Q": lambda r: _op_persistent(r, r.stack.pop()),
     "R": _op_reduce,
     "S": _op_string,
-    "T": lambda m: _op_binstring(m, _i4(m)),
-    "U": lambda m: _op_binstring(m, _u1(m)),
-    "V": _op_unicode,
-    "X": lambda m: m.text(_u4(m)),
+    "T": lambda r: _op_binstring(r, _i4(r)),
+    "U": lambda r: _op_binstring(r, _u1(r)),
+    "V": lambda r: r.made(r.line().decode("raw-unicode-escape")),
+    "X": lambda r: r.text(_u4(r)),
     "a": _op_append,
     "b": _op_build,
     "c": _op_global,
     "d": _op_mark_dict,
-    "}": lambda m: _made(m, Dict()),
-    "e": _op_appends,
-    "g": lambda m: m.push(m.memo[_int_line(m, m.line())]),
-    "h": lambda m: m.push(m.memo[_u1(m)]),
+    "}": lambda r: r.made(Dict()),
+    "e": lambda r: r.append(r.popped()),
+    "g": lambda r: r.recall(_int_line(r, r.line())),
+    "h": lambda r: None,
     "i": _op_inst,
-    "j": lambda m: m.push(m.memo[_u4(m)]),
-    "l": lambda m: _made(m, m.popped()),
-    "]": lambda m: _made(m, []),
+    "j": lambda r: r.recall(_u4(r)),
+    "l": lambda r: r.made(r.popped()),
+    "]": lambda r: r.made([]),
     "o": _op_obj,
-    "p": lambda m: m.remember(_int_line(m, m.line())),
-    "q": lambda m: m.remember(_u1(m)),
-    "r": lambda m: m.remember(_u4(m)),
+    "p": lambda r: r.remember(_int_line(r, r.line())),
+    "q": lambda r: None,
+    "r": lambda r: r.remember(_u4(r)),
     "s": _op_setitem,
-    "t": lambda m: _made(m, tuple(m.popped())),
-    ")": lambda m: m.push(()),
-    "u": _op_setitems,
-    "G": lambda m: m.push(_f8(m.take(8))[0]),
-    "B": lambda m: m.push(m.stored(_u4(m))),
-    "C": lambda m: m.push(m.stored(_u1(m))),
+    "t": lambda r: r.made(tuple(r.popped())),
+    ")": lambda r: r.stack.append(()),
+    "u": lambda r: r.set_pairs(r.popped()),
+    "G": lambda r: r.made(_f8(r.take(8))[0]),
+    "B": lambda r: r.stack.append(r.stored(_u4(r))),
+    "C": lambda r: r.stack.append(r.stored(_u1(r))),
+    ".": lambda r: None,
     "\x80": _op_proto,
     "\x81": _op_newobj,
-    "\x82": lambda m: _op_extension(m, _u1(m)),
-    "\x83": lambda m: _op_extension(m, _u2(m)),
-    "\x84": lambda m: _op_extension(m, _i4(m)),
-    "\x85": lambda m: _op_tuple(m, 1),
-    "\x86": lambda m: _op_tuple(m, 2),
-    "\x87": lambda m: _op_tuple(m, 3),
-    "\x88": lambda m: m.push(True),
-    "\x89": lambda m: m.push(False),
-    "\x8a": lambda m: _op_long_binary(m, _u1(m)),
-    "\x8b": lambda m: _op_long_binary(m, _i4(m)),
-    "\x8c": lambda m: m.text(_u1(m)),
-    "\x8d": lambda m: m.text(_u8(m)),
-    "\x8e": lambda m: m.push(m.stored(_u8(m))),
-    "\x8f": lambda m: _made(m, Set()),
+    "\x82": lambda r: _op_extension(r, _u1(r)),
+    "\x83": lambda r: _op_extension(r, _u2(r)),
+    "\x84": lambda r: _op_extension(r, _i4(r)),
+    "\x85": lambda r: _op_tuple(r, 1),
+    "\x86": lambda r: _op_tuple(r, 2),
+    "\x87": lambda r: _op_tuple(r, 3),
+    "\x88": lambda r: r.stack.append(True),
+    "\x89": lambda r: r.stack.append(False),
+    "\x8a": lambda r: _op_long_binary(r, _u1(r)),
+    "\x8b": lambda r: _op_long_binary(r, _i4(r)),
+    "\x8c": lambda r: r.text(_u1(r)),
+    "\x8d": lambda r: r.text(_u8(r)),
+    "\x8e": lambda r: r.stack.append(r.stored(_u8(r))),
+    "\x8f": lambda r: r.made(Set([])),
     "\x90": _op_additems,
-    "\x91": lambda m: _made(m, Set(m.popped())),
+    "\x91": lambda r: r.made(Set(r.popped())),
     "\x92": _op_newobj_ex,
     "\x93": _op_stack_global,
-    "\x94": lambda m: m.remember(len(m.memo)),
+    "\x94": lambda r: None,
     "\x95": _op_frame,
-    "\x96": lambda m: m.push(m.stored(_u8(m))),
-    "\x97": lambda m: _made(m, Persistent("an out-of-band buffer")),
-    "\x98": lambda m: None,
+    "\x96": lambda r: r.stack.append(r.stored(_u8(r))),
+    "\x97": lambda r: _op_persistent(r, "an out-of-band buffer"),
+    "\x98": lambda r: None,
 }
 OPCODES = [_WORK.get(chr(code)) for code in range(256)]
-"""What each opcode does; ``None`` for what is no opcode."""
+"""What each opcode does, but for those that :class:`PickleReader` does itself (``None`` returned);
+``None`` for what is no opcode."""

@@ -9,13 +9,14 @@ the number of elements (int64) and the raw bytes.
 from __future__ import annotations
 
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
 
-from slimckpt.errors import DamagedFileError
+from slimckpt.errors import DamagedFileError, NotUnderstoodError
 from slimckpt.formats.base import Format
-from slimckpt.formats.located import Home, Located
-from slimckpt.formats.objects import walk
-from slimckpt.formats.pickles import Dict, Stored, read_pickle
+from slimckpt.formats.located import Home, Inside, Located
+from slimckpt.formats.objects import ITEM
+from slimckpt.formats.pickles import Dict, PickleReader, Stored, uncollected
 from slimckpt.formats.torch_tensors import Storage, storage_of
 from slimckpt.formats.zips import (
     DEFLATED,
@@ -31,9 +32,10 @@ from slimckpt.model import RAW, TableBuilder
 from slimckpt.sources.positioned import ByteSource, Section
 
 _PICKLE = "data.pkl"
-_MAX_INFLATED = 256 * 1024 * 1024
+_MAX_INFLATED = 16 * 1024 * 1024
+_FEW_NODES = 1 << 16
 _MAX_ARCHIVES = 1 << 20
-_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """The first of the five pickles: torch's magic number."""
 
 
@@ -62,9 +64,10 @@ class TorchZip(Format):
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         archives = _archives(source)
         facts: dict[str, Any] = {}
-        for number, archive in enumerate(archives):
-            where = (str(number), f"[{number}]") if len(archives) > 1 else ("", "")
-            facts = _locate_archive(archive, table, *where)
+        with uncollected():
+            for number, archive in enumerate(archives):
+                start = [(number, ITEM)] if len(archives) > 1 else []
+                facts = _locate_archive(archive, table, start)
         if len(archives) > 1:
             facts["items"] = len(archives)
         return facts
@@ -90,64 +93,74 @@ def _archives(source: ByteSource) -> list[Section]:
     return found[::-1]
 
 
-def _locate_archive(source: Section, table: TableBuilder, name: str, path: str) -> dict[str, Any]:
+def _locate_archive(
+    source: Section, table: TableBuilder, start: list[tuple[Any, str]]
+) -> dict[str, Any]:
     members = {member.name: member for member in read_members(source)}
     pickles = [n for n in members if n.endswith(f"/{_PICKLE}") and n.count("/") == 1]
     if len(pickles) != 1:
         raise DamagedFileError(
             f"{source.label}: expected one data.pkl in torch's archive, found {len(pickles)}"
         )
-    prefix = pickles[0].removesuffix(_PICKLE)
-    order = _small(source, members.get(prefix + "byteorder")) or b"little"
-    homes: dict[str, Home] = {}
-    for member in members.values():
-        if member.name.startswith(prefix + "data/"):
-            key = member.name.removeprefix(prefix + "data/")
-            homes[key] = _home(source, member, table)
+    prefix, pickle = pickles[0].removesuffix(_PICKLE), members[pickles[0]]
+    order = _small(source, members.get(prefix + "byteorder")).strip() or b"little"
+    if order not in (b"little", b"big"):
+        raise DamagedFileError(
+            f"{source.label}: its byteorder is {order!r}, expected 'little' or 'big'"
+        )
+    homes = {
+        member.name.removeprefix(prefix + "data/"): _home(source, member, table)
+        for member in members.values()
+        if member.name.startswith(prefix + "data/")
+    }
+    inside: Callable[[Stored], Home]
+    if pickle.method == STORED:
+        reader = PickleReader(source, pickle.offset, pickle.offset + pickle.nbytes)
+        inside = Inside(table, source, source.start)
+    else:
+        # What few bytes decode to may be many objects.
+        most = _FEW_NODES + 2 * pickle.stored_nbytes
+        reader = PickleReader(_inflated(source, pickle), 0, pickle.nbytes, most)
+        whole: list[Home] = []
+
+        def inside(stored: Stored) -> Home:
+            if not whole:
+                whole.append(_home(source, pickle, table))
+            return whole[0]._replace(offset=stored.offset)
+
+    root = reader.read()
+    if reader.at != reader.end:
+        raise DamagedFileError(
+            f"{source.label}: {reader.end - reader.at} bytes follow the pickle in data.pkl"
+        )
+    located = Located(
+        table, reader, _by_key(source, homes), inside, archived(inside), order == b"big"
+    )
+    located.add(root, start)
+    facts = {"byteorder": order.decode()}
+    version = _small(source, members.get(prefix + "version"))
+    if version:
+        facts["version"] = version.strip().decode("ascii", "replace")[:16]
+    return facts
+
+
+def _by_key(source: ByteSource, homes: dict[str, Home]) -> Callable[[Storage], Home]:
+    """Homes of storages by their keys, if they have as many bytes as they should."""
 
     def storages(storage: Storage) -> Home:
         home = homes.get(storage.key)
         if home is None:
             raise DamagedFileError(
-                f"{source.label}: storage {storage.key} is not in the archive; it looks damaged"
+                f"{source.label}: storage {storage.key[:64]!a} is not in the file; it looks damaged"
             )
         if home.nbytes < storage.nbytes:
             raise DamagedFileError(
-                f"{source.label}: storage {storage.key} has {home.nbytes} bytes, expected"
-                f" {storage.nbytes}"
+                f"{source.label}: storage {storage.key[:64]!a} has {home.nbytes} bytes, expected"
+                f" {storage.nbytes}; it looks damaged"
             )
         return home
 
-    member = members[pickles[0]]
-    arrays: dict[int, Home] = {}
-    if member.method == STORED:
-        stop = member.offset + member.nbytes
-        root, end = read_pickle(source, member.offset, stop)
-
-        def inside(stored: Stored) -> Home:
-            if stored.offset not in arrays:
-                row = table.payload([(source.start + stored.offset, stored.nbytes)])
-                arrays[stored.offset] = Home(row, stored.nbytes)
-            return arrays[stored.offset]
-
-    else:
-        decoded = _inflated(source, member)
-        root, end = read_pickle(_Bytes(decoded, source.label), 0, len(decoded))
-        stop = len(decoded)
-
-        def inside(stored: Stored) -> Home:
-            if not arrays:
-                arrays[0] = _home(source, member, table)
-            return arrays[0]._replace(offset=stored.offset)
-
-    if end != stop:
-        raise DamagedFileError(f"{source.label}: {stop - end} bytes follow the pickle in data.pkl")
-    Located(table, source.label, storages, inside, order.strip() == b"big").add(root, name, path)
-    facts: dict[str, Any] = {"byteorder": order.strip().decode("ascii", "replace")[:16]}
-    version = _small(source, members.get(prefix + "version"))
-    if version:
-        facts["version"] = version.strip().decode("ascii", "replace")[:16]
-    return facts
+    return storages
 
 
 def _home(source: Section, member: Member, table: TableBuilder) -> Home:
@@ -167,16 +180,17 @@ def _small(source: ByteSource, member: Member | None) -> bytes:
     return b"" if member is None else decoded_head(source, member, 64)
 
 
-def _inflated(source: ByteSource, member: Member) -> bytes:
+def _inflated(source: ByteSource, member: Member) -> _Bytes:
     if member.method != DEFLATED or member.nbytes > _MAX_INFLATED:
-        raise DamagedFileError(
+        raise NotUnderstoodError(
             f"{source.label}: its pickle is compressed by method {member.method} to"
-            f" {member.nbytes} bytes; expected method 8 and at most {_MAX_INFLATED}"
+            f" {member.nbytes} bytes; expected method 8 and at most {_MAX_INFLATED}; it is kept as"
+            " a whole"
         )
     found = decoded_head(source, member, member.nbytes)
     if len(found) != member.nbytes:
         raise DamagedFileError(f"{source.label}: its deflated pickle was cut")
-    return found
+    return _Bytes(found, source.label)
 
 
 class TorchLegacy(Format):
@@ -185,61 +199,79 @@ class TorchLegacy(Format):
     name = "torch-legacy"
 
     def matches(self, head: bytes, size: int) -> bool:
-        return head.startswith(_LEGACY)
+        return head.startswith(LEGACY)
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
-        roots, at = [], 0
-        for _ in range(5):
-            root, at = read_pickle(source, at, source.size)
-            roots.append(root)
-        _, protocol, system, root, keys = roots
-        if protocol != 1001 or type(keys) is not list or type(system) is not Dict:
-            raise DamagedFileError(f"{source.label}: not as torch wrote it before 1.6")
-        little = {k: v for k, v in system.pairs if type(k) is str}.get("little_endian", True)
-        wanted: dict[str, Storage] = {}
+        with uncollected():
+            found = _read_legacy(source)
+            inside = Inside(table, source)
+            homes = {key: inside.home(*span) for key, span in found.spans.items()}
+            storages = _by_key(source, homes)
+            Located(table, found.reader, storages, inside, archived(inside)).add(found.root)
+        return {}
 
-        def visit(name: str, path: str, node: Any) -> bool:
-            storage = storage_of(node)
-            if storage is not None:
-                wanted.setdefault(storage.key, storage)
-            return storage is not None
 
-        walk(root, visit, source.label)
-        homes: dict[str, Home] = {}
-        for key in keys:
-            storage = wanted.get(key) if type(key) is str else None
-            if storage is None or key in homes:
-                raise DamagedFileError(f"{source.label}: storage {str(key)[:64]!a} is of no tensor")
-            (count,) = struct.unpack("<q", source.read(at, 8))
-            itemsize = storage.nbytes // max(storage.elements, 1) or 1
-            if count != storage.elements:
-                raise DamagedFileError(
-                    f"{source.label}: storage {key} has {count} elements, expected"
-                    f" {storage.elements}"
-                )
-            at += 8
-            nbytes = count * itemsize
-            homes[key] = Home(table.payload([(at, nbytes)]) if nbytes else None, nbytes)
-            at += nbytes
-        if at != source.size:
-            raise DamagedFileError(
-                f"{source.label}: expected {at} bytes, found {source.size}; it looks"
-                f" {'truncated' if at > source.size else 'longer than it should be'}"
-            )
+class _Legacy(NamedTuple):
+    """An object, and where its storages lie, in the format before 1.6."""
 
-        def storages(storage: Storage) -> Home:
-            home = homes.get(storage.key)
-            if home is None or home.nbytes < storage.nbytes:
-                raise DamagedFileError(f"{source.label}: storage {storage.key} is not in the file")
-            return home
+    root: Any
+    reader: PickleReader
+    spans: dict[str, tuple[int, int]]
 
-        arrays: dict[int, Home] = {}
 
-        def inside(stored: Stored) -> Home:
-            if stored.offset not in arrays:
-                row = table.payload([(stored.offset, stored.nbytes)])
-                arrays[stored.offset] = Home(row, stored.nbytes)
-            return arrays[stored.offset]
+def _read_legacy(source: ByteSource) -> _Legacy:
+    """Storages are always little-endian (``torch/csrc/generic/StorageMethods``), whatever
+    ``sys_info`` says of the machine."""
 
-        Located(table, source.label, storages, inside, not little).add(root)
-        return {"byteorder": "little" if little else "big"}
+    def damaged(why: str) -> NoReturn:
+        raise DamagedFileError(f"{source.label}: {why}; it looks damaged")
+
+    reader = PickleReader(source, 0, source.size)
+    _, protocol, system, root, keys = [reader.read() for _ in range(5)]
+    if protocol != 1001 or type(keys) is not list or type(system) is not Dict:
+        damaged("not as torch wrote it before 1.6")
+    storages = {s.key: s for node in reader.persistent if (s := storage_of(node))}
+    spans: dict[str, tuple[int, int]] = {}
+    at = reader.at
+    for key in keys:
+        storage = storages.get(key) if type(key) is str else None
+        if storage is None or key in spans:
+            damaged(f"storage {key[:64] if type(key) is str else type(key)!a} is of no tensor")
+        (count,) = struct.unpack("<q", source.read(at, 8))
+        if count != storage.elements:
+            damaged(f"storage {key!a} has {count} elements, expected {storage.elements}")
+        at += 8
+        if storage.nbytes > source.size - at:
+            damaged(f"{source.size - at} bytes are left where storage {key!a} has {storage.nbytes}")
+        spans[key] = (at, storage.nbytes)
+        at += storage.nbytes
+    if at != source.size:
+        damaged(f"expected {at} bytes, found {source.size}")
+    return _Legacy(root, reader, spans)
+
+
+def archived(inside: Callable[[Stored], Home]) -> Callable[[Stored], tuple[Storage, Home] | None]:
+    """What finds the storage in bytes that torch wrote into a plain pickle: a whole file, in the
+    format before 1.6, of one storage. Nothing is found in bytes that are encoded."""
+    found: dict[int, tuple[Storage, Home] | None] = {}
+
+    def find(stored: Stored) -> tuple[Storage, Home] | None:
+        if stored.offset not in found:
+            found[stored.offset] = _only_storage(inside, stored)
+        return found[stored.offset]
+
+    return find
+
+
+def _only_storage(inside: Callable[[Stored], Home], stored: Stored) -> tuple[Storage, Home] | None:
+    if not isinstance(inside, Inside):
+        return None
+    section = Section(inside.source, stored.offset, stored.nbytes)
+    if section.read(0, min(len(LEGACY), section.size)) != LEGACY:
+        return None
+    root, _, spans = _read_legacy(section)
+    storage = storage_of(root)
+    if storage is None or storage.key not in spans:
+        return None
+    at, nbytes = spans[storage.key]
+    return storage, inside.home(stored.offset + at, nbytes)

@@ -10,8 +10,9 @@ import math
 from typing import Any, NamedTuple
 
 from slimckpt.dtypes import BY_NAME, OPAQUE
-from slimckpt.formats.numpy_arrays import Array, array_of, is_shape
-from slimckpt.formats.pickles import Call, Dict, Global, Persistent
+from slimckpt.formats.numpy_arrays import Array, Shape, array_of, is_shape
+from slimckpt.formats.objects import ATTRIBUTE, Part, may_hold
+from slimckpt.formats.pickles import Call, Dict, Global, Persistent, Stored
 from slimckpt.model import RAW
 
 _CLASSES = {
@@ -29,178 +30,221 @@ DTYPES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
+META = f"{OPAQUE}meta"
+"""The dtype of tensors that have no bytes."""
+_MAKERS = ("_reconstruct", "_frombuffer", "_load_from_bytes")
 _OPAQUE_NBYTES = {"complex32": 4, "float4_e2m1fn_x2": 1, "bits1x8": 1, "bits2x4": 1, "bits4x2": 1,
                   "bits8": 1, "bits16": 2, "quint8": 1, "qint8": 1, "qint32": 4}  # fmt: skip
-_MAX_WRAPPED = 8
+_SIGNED = ("F64", "F32", "F16", "BF16", "C128", "C64")
+_MAX_INT = 1 << 62
 
 
 class Storage(NamedTuple):
-    """A storage by its key. ``dtype`` is what its class says; ``elements`` in ``nbytes``."""
+    """A storage by its key. ``dtype`` is what its class says; ``elements`` in ``nbytes``.
+
+    ``view`` is the part that is meant where torch before 0.4 wrote a storage that is a view of
+    another: first element and elements.
+    """
 
     key: str
     dtype: str
     elements: int
     nbytes: int
+    view: tuple[int, int]
 
 
 class TorchTensor(NamedTuple):
-    """A tensor. ``suffix`` is what is added to the path of the object it is a part of.
+    """A tensor. ``offset`` and ``strides`` are in elements.
 
-    ``storage`` is an :class:`Array` where its bytes are inside the pickle, and ``None`` where it
-    has none at all. ``itemsize`` is in bytes, ``offset`` and ``strides`` in elements.
-    ``encoding`` is how the bytes of the storage become those of the tensor.
+    ``storage`` is an :class:`Array` where its bytes are inside the pickle, :class:`Stored` where
+    they lie there in an archive of torch (which says the dtype, if this does not), and ``None``
+    where it has none at all. ``marks`` are ``conj`` and ``neg``, where the numbers are to be
+    conjugated or negated.
     """
 
-    suffix: str
-    storage: Storage | Array | None
+    storage: Storage | Array | Stored | None
     dtype: str
-    itemsize: int
     offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    encoding: str = RAW
+    shape: Shape
+    strides: Shape
+    marks: frozenset[str] = frozenset()
 
 
 def storage_of(node: Any) -> Storage | None:
-    """A persistent id as a storage: ``("storage", class, key, location, elements)``."""
+    """A persistent id as a storage: ``("storage", class, key, location, elements[, view])``."""
     pid = node.id if type(node) is Persistent else None
-    if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage":
+    if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
         return None
     _, cls, key, _, count = pid[:5]
-    if type(cls) is not Global or type(count) is not int or not 0 <= count < 2**62:
+    if type(cls) is not Global or not _is_count(count) or type(key) is not str:
         return None
-    if not cls.name.endswith("Storage") or type(key) not in (str, int):
+    if not cls.name.endswith("Storage"):
         return None
     dtype = _CLASSES.get(cls.name.removesuffix("Storage"))
-    if dtype is None:
+    view = pid[5] if len(pid) == 6 else None
+    first, elements = (0, count) if view is None else _view(view)
+    if dtype is None or first + elements > count:
         return None
-    return Storage(str(key), dtype, count, count * (_itemsize(dtype) or 1))
+    return Storage(key, dtype, count, count * (itemsize_of(dtype) or 1), (first, elements))
 
 
-def tensors_of(node: Any, suffix: str = "", wrapped: int = 0) -> list[TorchTensor] | None:
-    """The tensors that a rebuild call stands for; ``None`` where it is no such call."""
-    if type(node) is not Call or type(node.what) is not Global or type(node.args) is not tuple:
-        return None
-    if wrapped > _MAX_WRAPPED:
-        return None
-    module, name, args = node.what.module, node.what.name, node.args
-    if module in ("torch._tensor", "torch.tensor") and name in (
-        "_rebuild_from_type_v2",
-        "_rebuild_from_type",
-    ):
-        return _of_type(node, suffix, wrapped)
-    if not module.startswith(("torch.", "torch_")):
-        return None
-    if name in ("_rebuild_tensor_v2", "_rebuild_tensor", "_rebuild_tensor_v3") and len(args) >= 4:
-        third = name == "_rebuild_tensor_v3"
-        found = _one(suffix, args[:4], args[6] if third and len(args) > 6 else None)
-        return _marked(found, args[6 + third :])
-    if name in ("_rebuild_parameter", "_rebuild_parameter_with_state") and args:
-        return tensors_of(args[0], suffix, wrapped + 1)
-    if name == "_rebuild_device_tensor_from_cpu_tensor" and args:
-        return tensors_of(args[0], suffix, wrapped + 1)
-    if name == "_rebuild_device_tensor_from_numpy" and args:
-        array = array_of(args[0])
-        return None if array is None else [_of_array(suffix, array)]
-    if name == "_rebuild_qtensor" and len(args) >= 5:
-        parts = args[4] if type(args[4]) is tuple else ()
-        more = _parts(suffix, parts[1:3], ("scales", "zero_points"), wrapped)
-        found = _one(suffix, args[:4], None)
-        return None if found is None else found + more
-    if name == "_rebuild_sparse_tensor" and len(args) == 2 and type(args[1]) is tuple:
-        return _parts(suffix, args[1], _sparse_parts(args), wrapped)
-    if name == "_rebuild_nested_tensor":
-        return _parts(suffix, args, ("buffer", "sizes", "strides", "offsets"), wrapped)
-    if name == "_rebuild_meta_tensor_no_storage" and len(args) >= 3 and is_shape(args[1]):
-        return [TorchTensor(suffix, None, f"{OPAQUE}meta", 0, 0, args[1], ())]
+def _view(view: Any) -> tuple[int, int]:
+    """``(key, first element, elements)``; where it is something else, more than any storage has."""
+    if type(view) is tuple and len(view) == 3 and all(map(_is_count, view[1:])):
+        return view[1], view[2]
+    return _MAX_INT, _MAX_INT
+
+
+def archive_of(node: Any) -> Stored | None:
+    """Where a storage lies that torch wrote as an archive into a pickle that is not its own."""
+    if type(node) is Call and node.is_a("torch.storage._load_from_bytes") and _n_args(node) == 1:
+        data = node.args[0]
+        return data if type(data) is Stored and not data.text else None
     return None
 
 
-def _of_type(node: Call, suffix: str, wrapped: int) -> list[TorchTensor] | None:
+def makes_tensors(symbol: Global) -> bool:
+    """Whether a call of it can be a tensor, a storage or an array."""
+    return symbol.name.startswith("_rebuild_") or symbol.name in _MAKERS
+
+
+def rebuilt(node: Any) -> tuple[TorchTensor | None, list[Part]]:
+    """The tensor that a rebuild call stands for, and what else of it is to be looked at."""
+    if type(node) is Call and type(node.what) is Global and type(node.args) is tuple:
+        return _rebuilt(node.what, node.args)
+    return None, []
+
+
+def _rebuilt(what: Global, args: tuple[Any, ...]) -> tuple[TorchTensor | None, list[Part]]:
+    name, count = what.name, len(args)
+    if not name.startswith("_rebuild_") or not f"{what.module}.".startswith("torch."):
+        return None, []
+    if name in ("_rebuild_from_type_v2", "_rebuild_from_type") and count >= 3:
+        return _of_type(args)
+    if name == "_rebuild_tensor_v3" and count >= 7:
+        return _one(args[:4], args[6], args[7:]), []
+    if name in ("_rebuild_tensor_v2", "_rebuild_tensor") and count >= 4:
+        return _one(args[:4], None, args[6:]), []
+    if name in ("_rebuild_parameter", "_rebuild_device_tensor_from_cpu_tensor") and args:
+        return None, _named(args[:1], ("",))
+    if name == "_rebuild_parameter_with_state" and count >= 4:
+        return None, _named(args[:1], ("",)) + _attributes(args[3])
+    if name == "_rebuild_device_tensor_from_numpy" and args:
+        array = array_of(args[0])
+        return array and TorchTensor(array, array.dtype, 0, array.shape, ()), []
+    if name == "_rebuild_qtensor" and count >= 5:
+        scheme = args[4] if type(args[4]) is tuple else ()
+        return _one(args[:4], None, ()), _named(scheme[1:3], ("scales", "zero_points"))
+    if name == "_rebuild_sparse_tensor" and count == 2 and type(args[1]) is tuple:
+        return None, _named(args[1], _sparse_parts(args[0]))
+    if name == "_rebuild_nested_tensor":
+        return None, _named(args, ("buffer", "sizes", "strides", "offsets"))
+    if name == "_rebuild_njt" and args and type(args[0]) is Dict:
+        return None, _attributes(args[0])
+    if name == "_rebuild_meta_tensor_no_storage" and count >= 3:
+        shape = _plain(args[1])
+        return TorchTensor(None, META, 0, shape, ()) if is_shape(shape) else None, []
+    return None, []
+
+
+def _of_type(args: tuple[Any, ...]) -> tuple[TorchTensor | None, list[Part]]:
     """``_rebuild_from_type_v2(function, class, arguments, state)``: a tensor with attributes, or a
     wrapper (DTensor) whose tensors are attributes."""
-    args = node.args
-    if len(args) < 3 or type(args[0]) is not Global:
-        return None
-    inner = tensors_of(Call(args[0], args[2]), suffix, wrapped + 1) or []
+    known = type(args[0]) is Global and type(args[2]) is tuple
+    tensor, parts = _rebuilt(args[0], args[2]) if known else (None, [])
     state = args[3] if len(args) > 3 else None
-    states = state if type(state) is tuple else (state,)
-    for pairs in (part.pairs for part in states if type(part) is Dict):
-        for key, value in pairs:
-            if type(key) is not str:
-                continue
-            # The local part of a DTensor stands for it; others are attributes.
-            where = suffix if key == "_local_tensor" and not inner else f"{suffix}.{key}"
-            inner += tensors_of(value, where, wrapped + 1) or []
-    return inner
+    for key, style, value in _attributes(state):
+        # The local part of a DTensor stands for it; others are attributes.
+        alone = key == "_local_tensor" and tensor is None and not parts
+        parts = [*parts, (key, "" if alone else style, value)]
+    return tensor, parts
 
 
-def _sparse_parts(args: tuple[Any, ...]) -> tuple[str, ...]:
+def _attributes(state: Any) -> list[Part]:
+    """Tensors among the attributes of a tensor: a dict, or with it one of its slots."""
+    dicts = [part for part in (state if type(state) is tuple else (state,)) if type(part) is Dict]
+    return [
+        (key, ATTRIBUTE, value)
+        for part in dicts
+        for key, value in part.pairs
+        if type(key) is str
+        and type(value) is Call
+        and type(value.what) is Global
+        and makes_tensors(value.what)
+    ]
+
+
+def _named(parts: tuple[Any, ...], names: tuple[str, ...]) -> list[Part]:
+    """Parts by name; an empty one stands for the whole."""
+    found = zip(names, parts, strict=False)
+    return [(name, name and ATTRIBUTE, part) for name, part in found if may_hold(part)]
+
+
+def _sparse_parts(layout: Any) -> tuple[str, ...]:
     """The names of the tensors of a sparse one, by its layout (the argument of ``_get_layout``)."""
-    layout = args[0].args[0] if type(args[0]) is Call and args[0].args else None
-    if layout == "torch.sparse_coo":
+    name = layout.args[0] if type(layout) is Call and _n_args(layout) else None
+    if name == "torch.sparse_coo":
         return ("indices", "values")
-    if layout in ("torch.sparse_csc", "torch.sparse_bsc"):
+    if name in ("torch.sparse_csc", "torch.sparse_bsc"):
         return ("ccol_indices", "row_indices", "values")
     return ("crow_indices", "col_indices", "values")
 
 
-def _parts(
-    suffix: str, parts: tuple[Any, ...], names: tuple[str, ...], wrapped: int
-) -> list[TorchTensor]:
-    found: list[TorchTensor] = []
-    for part, name in zip(parts, names, strict=False):
-        found += tensors_of(part, f"{suffix}.{name}", wrapped + 1) or []
-    return found
-
-
-def _one(suffix: str, args: tuple[Any, ...], dtype: Any) -> list[TorchTensor] | None:
-    """A tensor of ``(storage, offset, size, stride)``."""
-    place, offset = storage_of(args[0]), args[1]
+def _one(args: tuple[Any, ...], dtype: Any, metadata: tuple[Any, ...]) -> TorchTensor | None:
+    """A tensor of ``(storage, offset, size, stride)``; ``metadata`` is empty or
+    ``({"conj": True, "neg": True},)``."""
+    place, offset = storage_of(args[0]) or archive_of(args[0]), args[1]
     shape, strides = _plain(args[2]), _plain(args[3])
-    if place is None or type(offset) is not int or offset < 0 or not is_shape(shape):
+    if place is None or not _is_count(offset) or not is_shape(shape):
         return None
     if type(strides) is not tuple or len(strides) != len(shape):
         return None
-    if not all(type(stride) is int and abs(stride) < 2**62 for stride in strides):
+    if not all(type(stride) is int and abs(stride) < _MAX_INT for stride in strides):
         return None
-    name = place.dtype
-    if type(dtype) is Global and dtype.module == "torch":
-        name = DTYPES.get(dtype.name, f"{OPAQUE}{dtype.name[:64]}")
-    itemsize = _itemsize(name)
-    if itemsize is None:
+    name = place.dtype if type(place) is Storage else ""
+    if dtype is not None:
+        name = spelled(dtype)
+    if name and itemsize_of(name) is None:
         return None
-    return [TorchTensor(suffix, place, name, itemsize, offset, shape, strides)]
+    pairs = metadata[0].pairs if metadata and type(metadata[0]) is Dict else ()
+    marks = frozenset(key for key, value in pairs if type(key) is str and value is True)
+    return TorchTensor(place, name, offset, shape, strides, marks & {"conj", "neg"})
 
 
-def _marked(found: list[TorchTensor] | None, metadata: tuple[Any, ...]) -> list[TorchTensor] | None:
-    """Tensors with the marks of the last argument: ``{"conj": True, "neg": True}``."""
-    pairs = metadata[0].pairs if metadata and type(metadata[0]) is Dict else []
-    marks = {key for key, value in pairs if type(key) is str and value is True}
-    if not found or not marks & {"conj", "neg"}:
-        return found
-    (tensor,) = found
-    nbytes = tensor.itemsize // 2 if tensor.dtype[0] == "C" else tensor.itemsize
-    if len(marks) == 1 and tensor.dtype[0] in "CFB":
-        mark = marks.pop()
-        if mark == "neg" or tensor.dtype[0] == "C":
-            return [tensor._replace(encoding=f"{mark}:{nbytes}")]
-    return [tensor._replace(dtype=f"{OPAQUE}{tensor.dtype}-{'-'.join(sorted(marks))}"[:64])]
+def decoding(dtype: str, marks: frozenset[str]) -> tuple[str, str]:
+    """The dtype and encoding of numbers with marks; an opaque dtype where they cannot be undone."""
+    if not marks:
+        return dtype, RAW
+    mark, *more = sorted(marks)
+    if more or dtype not in _SIGNED or (mark == "conj" and dtype[0] != "C"):
+        return f"{OPAQUE}{dtype}-{'-'.join(sorted(marks))}", RAW
+    return dtype, f"{mark}:{BY_NAME[dtype].bits // (16 if dtype[0] == 'C' else 8)}"
 
 
-def _of_array(suffix: str, array: Array) -> TorchTensor:
-    itemsize = array.nbytes // max(math.prod(array.shape), 1)
-    return TorchTensor(suffix, array, array.dtype, itemsize, 0, array.shape, array.strides or ())
+def spelled(dtype: Any) -> str:
+    """Our name of a dtype of torch; :data:`META` for what is none."""
+    if type(dtype) is not Global or dtype.module != "torch":
+        return META
+    return DTYPES.get(dtype.name, f"{OPAQUE}{dtype.name[:64]}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < _MAX_INT
+
+
+def _n_args(node: Call) -> int:
+    return len(node.args) if type(node.args) is tuple else 0
 
 
 def _plain(value: Any) -> Any:
     """``torch.Size((2, 3))`` is a tuple."""
-    if type(value) is Call and value.is_a("torch.Size") and len(value.args) == 1:
+    if type(value) is Call and value.is_a("torch.Size") and _n_args(value) == 1:
         return value.args[0]
     return tuple(value) if type(value) is list else value
 
 
-def _itemsize(dtype: str) -> int | None:
+def itemsize_of(dtype: str) -> int | None:
+    """Bytes of an element; ``None`` where they are not whole bytes, or it is not known."""
     if dtype in BY_NAME:
         return BY_NAME[dtype].bits // 8
     return _OPAQUE_NBYTES.get(dtype.removeprefix(OPAQUE))
