@@ -19,7 +19,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
-from benchmarks import commands, many_ranks, memory, reading
+from benchmarks import commands, many_ranks, memory, pickles, reading
 from benchmarks.machine import machine
 from benchmarks.turns import Result, Verdict
 from benchmarks.workshop import Options, Workshop
@@ -39,6 +39,7 @@ MEASUREMENTS = {
     "node": memory.node,
     "private": memory.private,
     "ranks": many_ranks.ranks,
+    "pickles": pickles.pickles,
 }
 FULL = 2_700_000_000
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
+from pickle_files import Tensor, write_paddle, write_torch
 
 BLOCK = 1 << 20
 SLICE = 512 << 20
@@ -40,6 +41,8 @@ DTYPES = {
     "I64": ("Int64", 8),
 }
 """Our name: MindSpore's name, bytes of an element."""
+
+PICKLES = {"torch": (write_torch, "pt"), "paddle": (write_paddle, "pdparams")}
 
 KEEP_AND_SET = {
     "F32": (0x807F_FFFF, 0x3C00_0000),
@@ -128,6 +131,11 @@ def write(
                 path = options.out / f"rank_{rank}" / f"net-1_{step}.ckpt"
                 entries = weights + moments + scalars
                 _write_mindspore(path, entries, contents, options.slice_size)
+                n_files += 1
+            elif options.format in PICKLES:
+                writer, suffix = PICKLES[options.format]
+                path = options.out / f"checkpoint-{step}" / f"rank_{rank}.{suffix}"
+                writer(path, [_tensor(contents, e) for e in weights + moments + scalars])
                 n_files += 1
             else:
                 folder = options.out / f"checkpoint-{step}" / f"rank_{rank}"
@@ -326,6 +334,12 @@ def _write_safetensors(path: Path, entries: list[Entry], contents: Contents) -> 
             _write_all(out, contents.blocks(entry))
 
 
+def _tensor(contents: Contents, entry: Entry) -> Tensor:
+    return Tensor(
+        entry.name, entry.dtype, entry.shape, entry.nbytes, lambda: contents.blocks(entry)
+    )
+
+
 def _write_all(out: BinaryIO, blocks: Iterator[bytes | np.ndarray]) -> None:
     for block in blocks:
         out.write(block)
@@ -371,7 +385,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("out", type=Path, metavar="OUT", help="a new or empty directory")
-    add("--format", choices=("mindspore", "safetensors"), default="mindspore")
+    add("--format", choices=("mindspore", "safetensors", *PICKLES), default="mindspore")
     add("--size", type=size, help="tensor bytes of all ranks and steps together: 2.7G, 50M, 1Gi")
     add("--dp", type=int, default=4, help="data-parallel ranks (4)")
     add("--mp", type=int, default=2, help="model-parallel ranks (2)")

@@ -1,9 +1,12 @@
 """The synthetic checkpoints other tests and the benchmark stand on are what they claim to be."""
 
 import hashlib
+import json
 import os
+import pickletools
 import subprocess
 import sys
+import zipfile
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -203,8 +206,9 @@ def test_memory_does_not_grow_with_the_largest_tensor(tmp_path: Path) -> None:
     for size in ("1M", "96M"):
         # VmHWM is of this program alone; ru_maxrss would begin with what the parent holds.
         program = (
-            "import atexit, runpy, sys\n"
+            "import atexit, os, runpy, sys\n"
             "sys.argv = sys.argv[1:]\n"
+            "sys.path.insert(0, os.path.dirname(sys.argv[0]))\n"
             "atexit.register(lambda: print(open('/proc/self/status').read()))\n"
             "runpy.run_path(sys.argv[0], run_name='__main__')\n"
         )
@@ -249,3 +253,32 @@ def test_a_directory_with_something_in_it_is_left_alone(tmp_path: Path) -> None:
     assert result.returncode == 2
     assert "not an empty directory" in result.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize("kind", ["torch", "paddle"])
+def test_pickled_files_hold_the_bytes_of_the_flat_ones(tmp_path: Path, kind: str) -> None:
+    options = ("--size", "3M", "--dp", 1, "--mp", 2, "--seed", 3)
+    make(tmp_path / "flat", *options, "--format", "safetensors")
+    make(tmp_path / "pickled", *options, "--format", kind)
+    for rank in (0, 1):
+        flat = {}
+        for file in (tmp_path / "flat" / "checkpoint-100" / f"rank_{rank}").iterdir():
+            whole = file.read_bytes()
+            start = 8 + int.from_bytes(whole[:8], "little")
+            for name, entry in json.loads(whole[8:start]).items():
+                if name != "__metadata__":
+                    first, last = entry["data_offsets"]
+                    flat[name] = whole[start + first : start + last]
+        (path,) = (tmp_path / "pickled").rglob(f"rank_{rank}.*")
+        data = path.read_bytes()
+        places = [data.find(body) for body in flat.values() if len(body) > 8]
+        assert min(places) > 0
+        if kind == "torch":
+            assert all(at % 64 == 0 for at in places)
+            with zipfile.ZipFile(path) as archive:
+                assert archive.testzip() is None
+                text = archive.read(f"rank_{rank}/data.pkl")
+        else:
+            text = data
+        strings = {arg for op, arg, _ in pickletools.genops(text) if op.name == "BINUNICODE"}
+        assert flat.keys() < strings
