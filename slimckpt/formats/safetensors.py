@@ -14,7 +14,12 @@ import json
 import math
 import struct
 import zlib
+from collections.abc import Sequence
+from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from slimckpt.dtypes import BY_NAME, OPAQUE
 from slimckpt.errors import DamagedFileError
@@ -30,6 +35,9 @@ _INT_DTYPES = ("U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64")
 _MAX_UNKNOWN_DTYPES = 1000
 _FACT_ENTRIES, _FACT_CHARS = 64, 8192
 _BLOCK = 4 * 1024 * 1024
+_MOST = 2**53
+"""No plain number of elements or bytes reaches it, so that products with a width fit 64 bits."""
+_MOST_DIMS = 64
 
 
 _DIGITS = bytes(ord("0") if chr(code) in "0123456789" else code for code in range(256))
@@ -43,11 +51,21 @@ class _Entry(NamedTuple):
     end: int
 
 
+class _Entries(NamedTuple):
+    """Entries as columns, in file order."""
+
+    names: Sequence[str]
+    dtypes: Sequence[str]
+    shapes: Sequence[list[int]]
+    starts: Sequence[int]
+    ends: Sequence[int]
+
+
 class _Header(NamedTuple):
-    """``entries`` in file order, their offsets counted from ``data``."""
+    """The offsets of ``entries`` are counted from ``data``."""
 
     metadata: dict[str, str]
-    entries: list[_Entry]
+    entries: _Entries
     data: int
 
 
@@ -65,12 +83,13 @@ class Safetensors(Format):
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         metadata, entries, data = _read_header(source)
-        table.plain(
-            [entry.name for entry in entries],
-            [_dtype(entry, metadata) for entry in entries],
-            [entry.shape for entry in entries],
-            [(data + entry.start, entry.end - entry.start) for entry in entries],
-        )
+        dtypes = entries.dtypes
+        if "Int4" in metadata.values():
+            pairs = zip(entries.names, dtypes, strict=True)
+            dtypes = [_dtype(name, dtype, metadata) for name, dtype in pairs]
+        places = zip(entries.starts, entries.ends, strict=True)
+        spans = [(data + start, end - start) for start, end in places]
+        table.plain(entries.names, dtypes, entries.shapes, spans)
         return _facts(metadata)
 
     def check(self, source: ByteSource) -> str | None:
@@ -119,21 +138,24 @@ def _read_header(source: ByteSource) -> _Header:
         metadata = {}
     if type(metadata) is not dict or not all(type(text) is str for text in metadata.values()):
         raise damaged("expected strings in __metadata__, found something else")
+    data = 8 + length
+    plain = _plain_entries(header, source.size - data)
+    if plain is not None:
+        return _Header(metadata, plain, data)
     entries = []
     for name, entry in header.items():
         try:
-            entries.append(_plain_entry(name, entry) or _entry(name, entry))
+            entries.append(_entry(name, entry))
         except ValueError as error:
             raise damaged(f"tensor {_show(name)}: {error}") from None
     entries.sort(key=lambda entry: entry[3:])
-    _refuse_gaps(source, entries, 8 + length)
-    return _Header(metadata, entries, 8 + length)
+    _refuse_gaps(source, entries, data)
+    columns = zip(*entries, strict=True) if entries else ([],) * len(_Entry._fields)
+    return _Header(metadata, _Entries(*map(list, columns)), data)
 
 
-def _dtype(entry: _Entry, metadata: dict[str, str]) -> str:
-    if entry.dtype == "I8" and metadata.get(entry.name) == "Int4":
-        return "I4X2"
-    return entry.dtype
+def _dtype(name: str, dtype: str, metadata: dict[str, str]) -> str:
+    return "I4X2" if dtype == "I8" and metadata.get(name) == "Int4" else dtype
 
 
 def _load(raw: bytes) -> Any:
@@ -192,19 +214,40 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"expected whole numbers, found {text[:24]}")
 
 
-def _plain_entry(name: str, entry: Any) -> _Entry | None:
-    """An entry in which nothing is unusual; all others are for :func:`_entry`."""
+_FIELDS_OF = itemgetter("dtype", "shape", "data_offsets")
+
+
+def _plain_entries(header: dict[str, Any], nbytes: int) -> _Entries | None:
+    """All entries at once where nothing in them is unusual or wrong; ``nbytes`` is what follows the
+    header. All others are for :func:`_entry`."""
     try:
-        dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
-        bits = _BITS[dtype]
-        types = {type(start), type(end), *map(type, shape)}
-    except (KeyError, TypeError, ValueError):
+        if set(map(type, header.values())) != {dict} or set(map(len, header.values())) != {3}:
+            return None
+        dtypes, shapes, offsets = zip(*map(_FIELDS_OF, header.values()), strict=True)
+        if {*map(type, shapes), *map(type, offsets)} != {list}:
+            return None
+        if set(map(len, offsets)) != {2} or max(map(len, shapes)) > _MOST_DIMS:
+            return None
+        dims, ends = list(chain.from_iterable(shapes)), list(chain.from_iterable(offsets))
+        if {*map(type, dims), *map(type, ends)} != {int} or min(dims, default=1) <= 0:
+            return None
+        bits = np.array([_BITS[dtype] for dtype in dtypes], np.int64)
+        counts = np.array(list(map(math.prod, shapes)), np.int64)
+        places = np.array(ends, np.int64).reshape(-1, 2)
+    except (KeyError, TypeError, OverflowError):
         return None
-    if len(entry) != 3 or type(shape) is not list or types != {int} or min(shape, default=1) <= 0:
+    if nbytes >= _MOST or counts.max() >= _MOST or places.min() < 0:
         return None
-    if start < 0 or math.prod(shape) * bits != (end - start) * 8 or end >= 2**60:
+    order = np.argsort(places[:, 0], kind="stable")
+    bounds = np.append(0, places[order, 1])
+    if bounds[-1] != nbytes or (places[order, 0] != bounds[:-1]).any():
         return None
-    return _Entry(name, dtype, shape, start, end)
+    if (counts * bits != (places[:, 1] - places[:, 0]) * 8).any():
+        return None
+    found = [list(header), dtypes, shapes, *places.T.tolist()]
+    if (np.diff(order) < 0).any():
+        found = [[column[row] for row in order.tolist()] for column in found]
+    return _Entries(*found)
 
 
 def _entry(name: str, entry: Any) -> _Entry:
@@ -279,14 +322,14 @@ def _facts(metadata: dict[str, str]) -> dict[str, Any]:
     return facts
 
 
-def _mindspore_crcs(source: ByteSource, entries: list[_Entry], data: int) -> tuple[int, int]:
+def _mindspore_crcs(source: ByteSource, entries: _Entries, data: int) -> tuple[int, int]:
     """CRC32 over names and bytes in the order of names: of the bytes, and as MindSpore has it.
 
     MindSpore (2.10) writes the CRC32 of ``bytes(array)``. That is the array's bytes, except for an
     integer of shape ``()``: numpy offers it as an index, and Python makes that many zero bytes.
     """
     plain = quirky = 0
-    for name, dtype, shape, start, end in sorted(entries):
+    for name, dtype, shape, start, end in sorted(zip(*entries, strict=True)):
         plain = zlib.crc32(name.encode(), plain)
         quirky = zlib.crc32(name.encode(), quirky)
         if dtype in _INT_DTYPES and not shape:

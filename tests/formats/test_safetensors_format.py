@@ -17,7 +17,7 @@ from safetensors_bytes import from_entries, from_header, safetensors_file
 from sample_files import SAMPLES, expected
 
 from slimckpt.errors import DamagedFileError
-from slimckpt.formats import Found, check, examine
+from slimckpt.formats import Found, check, examine, safetensors
 from slimckpt.formats.safetensors import Safetensors, _crc32_of_zeros, _has_odd_numbers
 from slimckpt.model import TableBuilder
 from slimckpt.sources.positioned import FileSource
@@ -531,3 +531,49 @@ def test_the_quick_look_at_a_header_sees_what_the_careful_one_does(
     careful, quick = found
     assert (careful.condition, careful.facts) == (quick.condition, quick.facts)
     assert truth_found(source.data, careful) == truth_found(source.data, quick)
+
+
+_NUMBER = st.sampled_from([0, 1, 2, 4, 6, 8, 12, -1, 2**31, 2**61, 2**63, 2**64, 1.5, True, None])
+_SOUND = st.tuples(st.sampled_from(["U8", "I8", "F32"]), st.lists(st.integers(1, 3), max_size=3))
+
+
+@given(
+    st.lists(_SOUND, min_size=1, max_size=5),
+    st.permutations(range(5)),
+    st.lists(
+        st.tuples(st.integers(0, 4), st.sampled_from(["dtype", "shape", "data_offsets", "more"]),
+                  st.sampled_from(["Q9", "F64", 3]) | st.lists(_NUMBER, max_size=3)),
+        max_size=1,
+    ),
+    st.sampled_from([0, 0, 0, 1, -1]),
+)  # fmt: skip
+def test_entries_checked_all_at_once_are_as_those_checked_one_by_one(
+    tensors: list[tuple[str, list[int]]],
+    order: list[int],
+    changes: list[tuple[int, str, Any]],
+    more: int,
+) -> None:
+    header, end = {}, 0
+    for number, (dtype, shape) in enumerate(tensors):
+        start, end = end, end + int(np.prod(shape, dtype=int)) * BITS[dtype] // 8
+        header[f"t{number}"] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    header = {f"t{n}": header[f"t{n}"] for n in order if n < len(tensors)}
+    for number, field, value in changes:
+        header.get(f"t{number}", {})[field] = value
+    source = BytesSource(from_header(json.dumps(header).encode(), bytes(max(end + more, 0))))
+    quick = examine(source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(safetensors, "_plain_entries", lambda header, nbytes: None)
+        careful = examine(source)
+    assert quick[:4] == careful[:4]
+    assert truth_found(source.data, quick) == truth_found(source.data, careful)
+    if not changes and not more:
+        assert quick.condition == "understood"
+        assert safetensors._plain_entries(header, end) is not None
+
+
+def test_a_shape_of_very_many_huge_dimensions_is_damage_at_once() -> None:
+    entry = {"dtype": "U8", "shape": [2**62] * 100_000, "data_offsets": [0, 4]}
+    found = examine(BytesSource(from_entries({"t": entry}, bytes(4))))
+    assert found.condition == "damaged"
+    assert "overflows 64 bits" in str(found.problem)
