@@ -1,5 +1,6 @@
 """safetensors files, the reference's own attack list among them."""
 
+import gc
 import json
 import os
 import struct
@@ -577,3 +578,15 @@ def test_a_shape_of_very_many_huge_dimensions_is_damage_at_once() -> None:
     found = examine(BytesSource(from_entries({"t": entry}, bytes(4))))
     assert found.condition == "damaged"
     assert "overflows 64 bits" in str(found.problem)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("header", [b'{"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}', b"{"])
+def test_the_garbage_collector_is_left_as_it_was(header: bytes, enabled: bool) -> None:
+    before = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        examine(BytesSource(from_header(header, bytes(4))))
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
