@@ -20,9 +20,10 @@ class _Of(Flag):
 class _Row(NamedTuple):
     """Names of one kind. ``pattern`` is to match all of a path component, and its groups say what
     such a name states: ``step`` (a number), ``label`` (a step of several numbers), ``rank`` or a
-    coordinate."""
+    coordinate. What it matches has ``text`` in it; most patterns are so never compiled."""
 
     of: _Of
+    text: str
     pattern: str
 
 
@@ -42,41 +43,41 @@ _OF_THE_JOB = "".join(
 
 _TABLE = (
     # Megatron-LM, MindFormers
-    _Row(_Of.DIRECTORY, rf"iter(?:ation)?_(?P<step>{_N})"),
+    _Row(_Of.DIRECTORY, "iter", rf"iter(?:ation)?_(?P<step>{_N})"),
     # DeepSpeed
-    _Row(_Of.DIRECTORY, rf"global_step(?P<step>{_N})"),
+    _Row(_Of.DIRECTORY, "global_step", rf"global_step(?P<step>{_N})"),
     # Hugging Face Trainer
-    _Row(_Of.DIRECTORY, rf"checkpoint-(?P<step>{_N})"),
-    _Row(_Of.DIRECTORY, rf"step[_-]?(?P<step>{_N})"),
+    _Row(_Of.DIRECTORY, "checkpoint-", rf"checkpoint-(?P<step>{_N})"),
+    _Row(_Of.DIRECTORY, "step", rf"step[_-]?(?P<step>{_N})"),
     # Lightning, whose step counts over all epochs; sharded strategies write a directory
     _Row(
         _Of.DIRECTORY | _Of.FILE,
+        "epoch=",
         rf"(?:.*-)?epoch={_N}-step=(?P<step>{_N})(?:-v[0-9]+)?(?:\.[A-Za-z]+)?",
     ),
     # MindSpore, whose step starts anew in every epoch
-    _Row(_Of.FILE, rf".*-(?P<label>{_N}_{_N})\.(?:ckpt|safetensors)"),
-    _Row(_Of.FILE, rf"{_HEAD}step[_-]?(?P<step>{_N}){_TAIL}"),
-    _Row(_Of.DIRECTORY, rf"rank[_-]?(?P<rank>{_N})"),
-    _Row(_Of.FILE, rf"{_HEAD}{_OF_THE_JOB}rank[_-]?(?P<rank>{_N}){_TAIL}"),
+    _Row(_Of.FILE, "-", rf".*-(?P<label>{_N}_{_N})\.(?:ckpt|safetensors)"),
+    _Row(_Of.FILE, "step", rf"{_HEAD}step[_-]?(?P<step>{_N}){_TAIL}"),
+    _Row(_Of.DIRECTORY, "rank", rf"rank[_-]?(?P<rank>{_N})"),
+    _Row(_Of.FILE, "rank", rf"{_HEAD}{_OF_THE_JOB}rank[_-]?(?P<rank>{_N}){_TAIL}"),
     # Megatron-LM, DeepSpeed. Without pipeline but with expert parallelism Megatron-LM writes
     # mp_rank_TT_EEE, which no one can tell from mp_rank_TT_PPP.
-    _Row(_Of.DIRECTORY, _MP),
-    _Row(_Of.FILE, _MP + _MP_TAIL),
+    _Row(_Of.DIRECTORY, "mp_rank_", _MP),
+    _Row(_Of.FILE, "mp_rank_", _MP + _MP_TAIL),
     # DeepSpeed: experts; their optimizer state; layers of a pipeline
-    _Row(_Of.FILE, rf"layer_{_N}_expert_(?P<ep>{_N})_mp_rank_(?P<tp>{_N}){_MP_TAIL}"),
-    _Row(_Of.FILE, rf"expp_rank_(?P<ep>{_N})_mp_rank_(?P<tp>{_N}){_MP_TAIL}"),
-    _Row(_Of.FILE, rf"layer_{_N}-model_(?P<tp>{_N}){_MP_TAIL}"),
+    _Row(_Of.FILE, "_expert_", rf"layer_{_N}_expert_(?P<ep>{_N})_mp_rank_(?P<tp>{_N}){_MP_TAIL}"),
+    _Row(_Of.FILE, "expp_rank_", rf"expp_rank_(?P<ep>{_N})_mp_rank_(?P<tp>{_N}){_MP_TAIL}"),
+    _Row(_Of.FILE, "layer_", rf"layer_{_N}-model_(?P<tp>{_N}){_MP_TAIL}"),
     # torch.distributed.checkpoint: which rank wrote the file, and which of its files; Paddle: rank
     # and number of the save
-    _Row(_Of.FILE, rf"__(?P<rank>{_N})_{_N}\.distcp"),
-    _Row(_Of.FILE, rf"(?P<rank>{_N})_{_N}\.distcp"),
+    _Row(_Of.FILE, ".distcp", rf"__(?P<rank>{_N})_{_N}\.distcp"),
+    _Row(_Of.FILE, ".distcp", rf"(?P<rank>{_N})_{_N}\.distcp"),
     # Hugging Face Trainer, accelerate
-    _Row(_Of.FILE, rf"rng_state_(?P<rank>{_N})\.pth"),
-    _Row(_Of.FILE, rf"random_states_(?P<rank>{_N})\.pkl"),
-    _Row(_Of.DIRECTORY, _ZERO),
-    _Row(_Of.FILE, _ZERO + _MP_TAIL),
+    _Row(_Of.FILE, "rng_state_", rf"rng_state_(?P<rank>{_N})\.pth"),
+    _Row(_Of.FILE, "random_states_", rf"random_states_(?P<rank>{_N})\.pkl"),
+    _Row(_Of.DIRECTORY, "zero_pp_rank_", _ZERO),
+    _Row(_Of.FILE, "zero_pp_rank_", _ZERO + _MP_TAIL),
 )
-_PATTERNS = [(row.of, re.compile(row.pattern, re.DOTALL)) for row in _TABLE]
 
 
 def role_of(path: bytes, directory: bool = False) -> Role:
@@ -162,8 +163,10 @@ def _stated(
 ) -> tuple[StepLabel | None, int | None, tuple[tuple[str, int], ...]]:
     """The step, rank and coordinates that one component states."""
     found: dict[str, str] = {}
-    for kinds, pattern in _PATTERNS:
-        if of in kinds and (match := pattern.fullmatch(component)):
+    for row in _TABLE:
+        if row.text not in component or of not in row.of:
+            continue
+        if match := re.fullmatch(row.pattern, component, re.DOTALL):
             for group, text in match.groupdict().items():
                 if text is not None:
                     found.setdefault(group, text)
