@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from slimckpt.errors import DamagedFileError
 from slimckpt.formats.numpy_arrays import is_shape
 from slimckpt.formats.pickles import Call, Global, fields_of, pairs_of, read_pickle
-from slimckpt.formats.torch_tensors import DTYPES
+from slimckpt.formats.torch_tensors import plain, spelled
 from slimckpt.sources.positioned import ByteSource
 
 METADATA = ".metadata"
@@ -97,7 +97,7 @@ def _whole(entry: Any) -> Whole | None:
         if offsets is None or sizes is None:
             return None
         found[offsets] = sizes
-    return Whole(DTYPES.get(first.name, f"opaque:{first.name[:64]}"), shape, found)
+    return Whole(spelled(first), shape, found)
 
 
 def _item(index: Any, info: Any) -> Item | None:
@@ -113,7 +113,5 @@ def _item(index: Any, info: Any) -> Item | None:
 
 def _shape(value: Any) -> Shape | None:
     """A ``torch.Size``, a tuple or a list of sizes."""
-    if type(value) is Call and value.is_a("torch.Size") and len(value.args) == 1:
-        value = value.args[0]
-    value = tuple(value) if type(value) is list else value
+    value = plain(value)
     return value if is_shape(value) else None

@@ -43,7 +43,7 @@ class PlainPickle(Format):
             and head[0] == 0x80
             and 2 <= head[1] <= 5
             and OPCODES[head[2]] is not None
-            and not head.startswith(LEGACY)
+            and head[: len(LEGACY)] != LEGACY[: len(head)]
         )
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:

@@ -142,7 +142,7 @@ def _rebuilt(what: Global, args: tuple[Any, ...]) -> tuple[TorchTensor | None, l
     if name == "_rebuild_njt" and args and type(args[0]) is Dict:
         return None, _attributes(args[0])
     if name == "_rebuild_meta_tensor_no_storage" and count >= 3:
-        shape = _plain(args[1])
+        shape = plain(args[1])
         return TorchTensor(None, META, 0, shape, ()) if is_shape(shape) else None, []
     return None, []
 
@@ -194,7 +194,7 @@ def _one(args: tuple[Any, ...], dtype: Any, metadata: tuple[Any, ...]) -> TorchT
     """A tensor of ``(storage, offset, size, stride)``; ``metadata`` is empty or
     ``({"conj": True, "neg": True},)``."""
     place, offset = storage_of(args[0]) or archive_of(args[0]), args[1]
-    shape, strides = _plain(args[2]), _plain(args[3])
+    shape, strides = plain(args[2]), plain(args[3])
     if place is None or not _is_count(offset) or not is_shape(shape):
         return None
     if type(strides) is not tuple or len(strides) != len(shape):
@@ -223,7 +223,7 @@ def decoding(dtype: str, marks: frozenset[str]) -> tuple[str, str]:
 
 def spelled(dtype: Any) -> str:
     """Our name of a dtype of torch; :data:`META` for what is none."""
-    if type(dtype) is not Global or dtype.module != "torch":
+    if type(dtype) is not Global or dtype.module != "torch" or not dtype.name.isascii():
         return META
     return DTYPES.get(dtype.name, f"{OPAQUE}{dtype.name[:64]}")
 
@@ -236,8 +236,8 @@ def _n_args(node: Call) -> int:
     return len(node.args) if type(node.args) is tuple else 0
 
 
-def _plain(value: Any) -> Any:
-    """``torch.Size((2, 3))`` is a tuple."""
+def plain(value: Any) -> Any:
+    """A ``torch.Size``, a tuple or a list, as a tuple; anything else as it is."""
     if type(value) is Call and value.is_a("torch.Size") and _n_args(value) == 1:
         return value.args[0]
     return tuple(value) if type(value) is list else value
