@@ -118,6 +118,10 @@ def categorize(table: Table, overrides: Sequence[tuple[str, str]] = ()) -> npt.N
     return found[key_of.reshape(-1)]
 
 
+_CONTAINERS = frozenset(
+    b"_orig_mod model model_state_dict module net network params state_dict weights".split()
+)
+"""What a model's names may stand behind, while those of its optimizer do not."""
 _CODES = {name: code for code, name in enumerate(CATEGORIES)}
 _Shape = tuple[int, ...]
 
@@ -135,20 +139,23 @@ class _Witnesses:
         """The codes are of all pairs there are, sorted by name."""
         self.names, self.dims = names, dims
         self.name_codes, self.shape_codes = name_codes, shape_codes
-        self.code_of: dict[bytes, int] = {}
+        self.codes_of: dict[bytes, list[int]] = {}
 
     def has(self, name: str, shape: _Shape) -> bool:
-        if not self.code_of:
-            self.code_of = {known: code for code, known in enumerate(self.names)}
-        code = self.code_of.get(name.encode())
-        if code is None:
-            return False
-        first, last = np.searchsorted(self.name_codes, (code, code + 1))
-        others = [self.dims[code] for code in self.shape_codes[first:last].tolist()]
-        return any(
-            shape == other or (min(len(shape), len(other)) == 1 and prod(shape) == prod(other))
-            for other in others
-        )
+        if not self.codes_of:
+            for code, known in enumerate(self.names):
+                self.codes_of.setdefault(known, []).append(code)
+                while (head := known.partition(b"."))[0] in _CONTAINERS and head[2]:
+                    known = head[2]
+                    self.codes_of.setdefault(known, []).append(code)
+        for code in self.codes_of.get(name.encode(), ()):
+            first, last = np.searchsorted(self.name_codes, (code, code + 1))
+            for other in map(self.dims.__getitem__, self.shape_codes[first:last].tolist()):
+                if shape == other:
+                    return True
+                if min(len(shape), len(other)) == 1 and prod(shape) == prod(other):
+                    return True
+        return False
 
 
 def _category(name: str, shape: _Shape, dtype: str, witnesses: _Witnesses) -> str:

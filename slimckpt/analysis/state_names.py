@@ -66,15 +66,17 @@ _END = dict.fromkeys(_MOMENTS, MOMENT) | dict.fromkeys(_STEPS, STEP)
 _MAYBE = dict.fromkeys(
     _words(
         "accum accum_update accumulator mean_grad mean_square moment moment1 moment2 moment3"
-        " moments momentum velocity vhat"
+        " moments vhat"
     ),
     MOMENT,
 )
 _MAYBE |= dict.fromkeys(_words("master master_param master_weight"), MASTER)
 _MAYBE |= dict.fromkeys(_words("grad gradients grads main_grad main_grads"), GRADIENT)
 """At the front or the end, if there is a parameter of that name and shape: models have modules
-called ``moment`` and ``master`` too."""
-_MAYBE_END = _MAYBE | dict.fromkeys(_words("m mu nu v"), MOMENT)
+called ``moment`` and ``master`` too. Not so ``momentum``: the modules of that name are copies of
+others, whose names and shapes are there."""
+_INSIDE = _MAYBE | dict.fromkeys(_words("m momentum mu nu v velocity"), MOMENT)
+"""In an optimizer's state, likewise."""
 
 _OPTIMIZERS = _words("opt optim optimizer")
 _STATES = _words(
@@ -86,17 +88,15 @@ _CHAINED = re.compile(r"chained_[0-9]+")
 _BUCKET = re.compile(r"(?:bucket|gbuf|dp_group)_idx_[0-9]+")
 _QUANTIZED = _words("absmax codes qmap scale")
 """Parts of one quantized moment."""
-_TORCH_KEYS = (
-    _MOMENTS
-    | _QUANTIZED
-    | _words(
-        "RMS absmax1 absmax2 acc_delta ax col_var eta grad_avg hessian max1 max2 mu"
-        " neg_pre_grad new_max1 new_max2 prev qmap1 qmap2 row_var state1 state2 step step_size"
-        " sum unorm_vec variance z"
-    )
+_TORCH_KEYS = _MOMENTS | _words(
+    "absmax1 absmax2 acc_delta grad_avg max1 max2 new_max1 new_max2 qmap1 qmap2 state1 state2 step"
 )
-"""Keys of the state of one parameter in PyTorch's, bitsandbytes' and torchao's optimizers."""
-_MASTER_KEY = re.compile(r"(?:.*_)?(?:fp32|master)(?:_.*)?|param")
+"""Keys of the state of one numbered parameter, where nothing else says that it is one."""
+_OPTIMIZER_KEYS = _TORCH_KEYS | _words(
+    "RMS ax col_var eta hessian mu neg_pre_grad prev row_var step_size sum unorm_vec variance z"
+)
+"""The same, inside something called an optimizer. Other keys hold weights: ``ema_param``."""
+_MASTER_KEY = re.compile(r"(?:.*_)?(?:fp32|master)(?:_.*)?|(?:shard_)?main_param|param")
 
 _PADDLE = re.compile(
     r"(?P<parameter>.+?)(?P<master>[_./]fp32_master_[0-9]+)?"
@@ -144,22 +144,30 @@ def state_of(name: str) -> State | None:
     if end > first and segments[end] in _QUANTIZED and segments[end - 1] in _END:
         end -= 1
     front, leaf = segments[first], segments[end]
-    if front in _FRONT:
-        return State(_FRONT[front], parameter(first + 1, stop))
-    if leaf in _END:
-        return State(_END[leaf], parameter(first, end))
+    numbered = inside or any(map(_BUCKET.fullmatch, segments))
+    for kinds, marker, start, beyond in (
+        (_FRONT, front, first + 1, stop),
+        (_END, leaf, first, end),
+    ):
+        if marker in kinds:
+            kind, owner = kinds[marker], parameter(start, beyond)
+            if kind != MOMENT:
+                return State(kind, owner)
+            return State(kind, owner, owner) if owner or numbered else None
     if leaf == "param" and any(map(_BUCKET.fullmatch, segments)):
         return State(MASTER, "")
     if inside:
-        if front in _MAYBE_END:
-            return State(_MAYBE_END[front], parameter(first + 1, stop))
-        kind = MASTER if _MASTER_KEY.fullmatch(leaf) else MOMENT
-        known = kind == MASTER or leaf in _TORCH_KEYS or leaf in _MAYBE_END
-        return State(kind, parameter(first, end if known else stop), named=kind == MASTER)
-    claims = [(_MAYBE, front, first + 1, stop), (_MAYBE_END, leaf, first, end)]
-    if optimizer:
-        claims.append(({front: MOMENT}, front, first, stop))
-    elif leaf == "param" and end:
+        if _MASTER_KEY.fullmatch(leaf):
+            return State(MASTER, parameter(first, end))
+        if not parameter(first, end) and leaf in _OPTIMIZER_KEYS:
+            return State(MOMENT, "", named=False)
+        if leaf in ("count", "step"):
+            return State(STEP, parameter(first, end), named=False)
+        if segments[first - 1] == "vars" and leaf.isdigit() and first == end:
+            return State(MOMENT, "", named=False)
+    maybe = _INSIDE if inside else _MAYBE
+    claims = [(maybe, front, first + 1, stop), (maybe, leaf, first, end)]
+    if not optimizer and leaf == "param" and end:
         return State(MASTER, "", name[: bounds[end][0]] + "exp_avg")
     for kinds, marker, start, beyond in claims:
         if marker in kinds and (owner := parameter(start, beyond)):
@@ -174,9 +182,7 @@ def _paddle(name: str) -> State | None:
     parameter = found["parameter"]
     if found["step"]:
         return State(STEP, parameter)
-    if found["moment"]:
-        return State(MOMENT, parameter)
-    if not found["maybe"]:
+    if not (found["moment"] or found["maybe"]):
         return State(MASTER, parameter)
     sure = found["master"] or _PADDLE_PARAMETER.fullmatch(parameter)
     return State(MOMENT, parameter, "" if sure else parameter)
@@ -202,7 +208,7 @@ def _containers(segments: list[str]) -> tuple[int, bool, bool]:
         elif not (
             optimizer
             and segment.isdigit()
-            and (following in _WITHIN or following in _FRONT or following in _MAYBE_END)
+            and (following in _WITHIN or following in _FRONT or following in _INSIDE)
             and at + 2 < len(segments)
         ):
             break

@@ -10,7 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sample_files import expected
 
-from slimckpt.analysis.categories import CATEGORIES, OPTIMIZER, WEIGHTS, categorize
+from slimckpt.analysis.categories import (
+    CATEGORIES,
+    OPTIMIZER,
+    WEIGHTS,
+    categorize,
+    parameter_of,
+)
 from slimckpt.errors import UsageError
 from slimckpt.model import Table, TableBuilder
 
@@ -28,7 +34,10 @@ def categories(*tensors, overrides=()):
     return [CATEGORIES[code] for code in categorize(table_of(*tensors), overrides)]
 
 
-def category(name, shape=(4, 6), dtype="F32", *others, overrides=()):
+SHAPE = (4, 6)
+
+
+def category(name, shape=SHAPE, dtype="F32", *others, overrides=()):
     return categories((name, shape, dtype), *others, overrides=overrides)[0]
 
 
@@ -119,6 +128,39 @@ WEIGHTS_THAT_SOUND_LIKE_STATE = (
     *(f"proj.{word}" for word in ("moment", "velocity", "master", "accum", "m", "nu", "param")),
 )
 
+WITH_ANY_WITNESS = (
+    # copies of a network: nothing but the word tells them from moments
+    "momentum.encoder.w",
+    "velocity.layers.0.weight",
+    "opt.decoder.fc1.weight",
+    "layer.weight.v",
+    "layer.weight.m",
+)
+NEVER_STATE = (
+    *WITH_ANY_WITNESS,
+    # modules and buffers
+    "adam_m.fc.weight",
+    "exp_avg.encoder.w",
+    "lamb_m.weight",
+    "codebook.exp_avg",
+    "enc.momentum_buffer",
+    "exp_avg",
+    "head.moment1_0",
+    "pool/moment2_0",
+    # a list of modules called state
+    *(f"state.0.{key}" for key in ("mu", "variance", "scale", "codes", "sum", "weight", "z")),
+    "optimizer.state.encoder.weight",
+    "opt.state.x",
+    "opt.vars.weight",
+    # weights in an optimizer's state
+    *(f"optimizer.state.0.{key}" for key in ("main_param", "shard_main_param", "weight")),
+    *(f"optimizer.state.0.{k}_param" for k in ("hp", "full", "slow", "ema")),
+    "optimizer_state_dict.bit16_groups.0",
+    "optimizer_states.0.ema_weights",
+    "optimizer_state_dict.ema.encoder.weight",
+    "opt_state/ema_params/dense/kernel",
+)
+
 STRUCTURE = {
     "backbone.embedding.weight": ((64, 32), "embedding"),
     "emb.embedding_table": ((64, 16), "embedding"),
@@ -200,8 +242,30 @@ def test_the_categories_have_an_order():
 
 
 @pytest.mark.parametrize(("name", "kind"), BY_NAME_ALONE.items())
-def test_some_names_stand_alone(name, kind):
-    assert category(name) == kind
+def test_names_of_every_family_say_what_their_tensors_are(name, kind):
+    owner = parameter_of(name)
+    beside = [(owner, SHAPE)] if owner else []
+    assert category(name, SHAPE, "F32", *beside) == kind
+    wrapped = [(f"model.{owner}", SHAPE)] if owner else []
+    assert category(name, SHAPE, "F32", *wrapped) == kind
+
+
+@pytest.mark.parametrize("name", [n for n, k in BY_NAME_ALONE.items() if k == "moment"])
+def test_a_moment_that_names_its_parameter_needs_it(name):
+    owner = parameter_of(name)
+    if owner and not re.search(r"\.[wb]_[0-9]+", owner):
+        for others in ((), ((owner, (3, 5)),), ((f"{owner}.more", SHAPE),)):
+            assert category(name, SHAPE, "F32", *others) != "moment"
+
+
+@pytest.mark.parametrize("name", NEVER_STATE)
+def test_what_a_model_or_an_optimizer_holds_of_weights_is_no_moment(name):
+    """Each beside every tensor that its name could be taken for the moment of."""
+    segments = name.replace("/", ".").split(".")
+    others = {".".join(segments[a:b]) for a in range(8) for b in range(a + 1, 9)} - {name}
+    others = {other for other in others if other} if name in WITH_ANY_WITNESS else set()
+    found = category(name, SHAPE, "F32", *((other, SHAPE) for other in sorted(others)))
+    assert found not in ("moment", "step state")
 
 
 @pytest.mark.parametrize("name", WEIGHTS_THAT_SOUND_LIKE_STATE)
@@ -214,7 +278,7 @@ def test_weights_are_told_apart_by_segments_and_dimensions(name, shape, kind):
     assert category(name, shape) == kind
 
 
-@pytest.mark.parametrize("word", ["moments", "moment1", "velocity", "momentum", "accum", "vhat"])
+@pytest.mark.parametrize("word", ["moments", "moment1", "accum", "vhat", "adam_m", "exp_avg"])
 def test_a_word_that_could_be_a_module_needs_its_parameter(word):
     weight = ("fc.kernel", (4, 6))
     assert category(f"{word}.fc.kernel", (4, 6), "F32", weight) == "moment"
@@ -318,7 +382,9 @@ def test_a_real_dcp_checkpoint_is_divided():
     names = sorted({name for order in items.values() for name in order})
     found = dict(zip(names, categories(*((n, (4, 6)) for n in names)), strict=True))
     for name, kind in found.items():
-        assert (kind == "moment") == name.startswith("optim.state."), name
+        state = name.startswith("optim.state.")
+        assert (kind in ("moment", "step state")) == state, name
+        assert (kind == "step state") == (state and name.endswith(".step")), name
         assert not name.startswith("model.") or kind in WEIGHTS
 
 
