@@ -86,14 +86,15 @@ class Set:
         self.items = items
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Persistent:
     """An object that is elsewhere, by its persistent id."""
 
-    id: Any
+    __slots__ = ("id",)
+
+    def __init__(self, pid: Any) -> None:
+        self.id = pid
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
     """A byte string, or text, that lies in the file: ``nbytes`` at ``offset``.
 
@@ -101,10 +102,10 @@ class Stored:
     they are, where they are few.
     """
 
-    offset: int
-    nbytes: int
-    text: str = ""
-    data: bytes | None = None
+    __slots__ = ("data", "nbytes", "offset", "text")
+
+    def __init__(self, offset: int, nbytes: int, text: str = "", data: bytes | None = None) -> None:
+        self.offset, self.nbytes, self.text, self.data = offset, nbytes, text, data
 
 
 _ENCODE = Global("_codecs", "encode")

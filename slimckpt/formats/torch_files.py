@@ -32,7 +32,7 @@ from slimckpt.model import RAW, TableBuilder
 from slimckpt.sources.positioned import ByteSource, Section
 
 _PICKLE = "data.pkl"
-_MAX_INFLATED = 16 * 1024 * 1024
+_MAX_INFLATED = 8 * 1024 * 1024
 _FEW_NODES = 1 << 16
 _MAX_ARCHIVES = 1 << 20
 LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
