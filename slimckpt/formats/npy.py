@@ -26,9 +26,10 @@ _MAX_FIELDS = 10_000
 _MAX_RANK = 64
 _HEADER = re.compile(
     r"\{\s*['\"]descr['\"]\s*:(.+?),\s*['\"]fortran_order['\"]\s*:\s*(True|False)\s*,"
-    r"\s*['\"]shape['\"]\s*:\s*\(([0-9L,\s]*)\)\s*,?\s*\}\s*",
+    r"\s*['\"]shape['\"]\s*:\s*\(([0-9L,\s]*)\)\s*(?:,\s*)?\}\s*",
     re.DOTALL,
 )
+"""No two runs of blanks meet in it: matching takes time in proportion to the header."""
 _SIMPLE = re.compile(r"([<>|=]?)([?a-zA-Z])([0-9]{0,9})(\[[0-9A-Za-z/]{1,32}\])?")
 _FIELDS = re.compile(r"\[[\w\s\[\]()'\"<>|=,./?-]*\]")
 _NAMES = {

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from slimckpt.dtypes import OPAQUE
+from slimckpt.errors import NotUnderstoodError
 from slimckpt.formats.base import Format
-from slimckpt.formats.npy import read_header
+from slimckpt.formats.npy import MAX_HEADER, read_header
 from slimckpt.formats.zips import (
     DEFLATED,
     END,
@@ -38,9 +39,15 @@ class Npz(Format):
         return first_name(head).endswith(_SUFFIX.encode())
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
+        # A kilobyte of the file may become a megabyte of header.
+        room = 16 * (source.size + MAX_HEADER)
         for member in read_members(source):
             if member.name.endswith(_SUFFIX) and member.method in (STORED, DEFLATED):
-                _array(source, table, member)
+                room -= _array(source, table, member)
+                if room < 0:
+                    raise NotUnderstoodError(
+                        f"{source.label}: headers of numpy are longer than the file many times over"
+                    )
             else:
                 add_opaque(table, member, "member")
         return {}
@@ -49,7 +56,8 @@ class Npz(Format):
         return check_members(source, read_members(source))
 
 
-def _array(source: ByteSource, table: TableBuilder, member: Member) -> None:
+def _array(source: ByteSource, table: TableBuilder, member: Member) -> int:
+    """Add the array in a member; bytes of its header."""
     label = f"{source.label}: member {member.name!a}"
     array = read_header(lambda nbytes: decoded_head(source, member, nbytes), label)
     nbytes = array.check(label, member.nbytes - array.header_nbytes)
@@ -64,6 +72,7 @@ def _array(source: ByteSource, table: TableBuilder, member: Member) -> None:
         }
     name = member.name.removesuffix(_SUFFIX)
     array.add(table, name, nbytes, path=member.name, **where)
+    return array.header_nbytes
 
 
 def encoding_of(member: Member) -> str:

@@ -2,6 +2,8 @@
 
 import io
 import struct
+import time
+import tracemalloc
 import zipfile
 import zlib
 from pathlib import Path
@@ -256,6 +258,14 @@ def test_a_header_that_would_take_a_pattern_for_ever_does_not() -> None:
         assert problem(by_hand("{'descr':" + middle + "}", version=2))
 
 
+@pytest.mark.parametrize("end", ["()", "(),"])
+def test_a_header_that_ends_in_blanks_takes_time_in_proportion_to_them(end: str) -> None:
+    data = by_hand(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {end}{' ' * 10**6}", b"", 2)
+    start = time.process_time()
+    assert locate(data).condition == "damaged"
+    assert time.process_time() - start < 2
+
+
 @pytest.mark.parametrize("head", [b"", b"\x93NUMPY", b"\x93NUMPY\1\0", b"\x93NUMPY\1\0v\0{"])
 def test_what_is_shorter_than_its_header_is_damaged(head: bytes) -> None:
     with pytest.raises(ValueError, match="header"):
@@ -276,6 +286,29 @@ def test_a_stored_array_is_its_own_bytes_and_a_deflated_one_the_member() -> None
     stored = data[span.offset : span.offset + span.nbytes]
     assert zlib.decompress(stored, -15) == npy(ROWS)
     assert table.tensor(0).encoding == f"deflate:{len(npy(ROWS))}"
+
+
+def test_members_whose_headers_are_a_thousand_times_the_file_end_at_a_bound() -> None:
+    head = f"{{'descr': '<f4', 'fortran_order': False, 'shape': (0,), }}{' ' * 10**6}"
+    members = {f"{n}.npy": by_hand(head, b"", 2) for n in range(40)}
+    found = locate(zip_file(members, members))
+    assert found.condition == "opaque" and "headers of numpy" in (found.problem or "")
+    few = dict(list(members.items())[:10])
+    assert locate(zip_file(few, few)).table.n_tensors == 10
+
+
+def test_a_deflated_header_that_says_gigabytes_is_not_decoded() -> None:
+    memory = io.BytesIO()
+    kind = zipfile.ZIP_DEFLATED
+    with zipfile.ZipFile(memory, "w", kind) as archive, archive.open("w.npy", "w") as member:
+        member.write(b"\x93NUMPY\2\0" + struct.pack("<I", 3 << 30))
+        for _ in range(16):
+            member.write(b" " * 2**22)
+    tracemalloc.start()
+    found = locate(memory.getvalue())
+    assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    tracemalloc.stop()
+    assert found.condition == "opaque" and "a header of 3221225484 bytes" in (found.problem or "")
 
 
 def test_a_member_of_another_compression_is_kept_as_it_is() -> None:
