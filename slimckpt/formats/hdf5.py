@@ -30,9 +30,11 @@ from slimckpt.model import RAW, TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
 _MAX_DEPTH = 1000
-_MAX_PATHS = 4_000_000
-_MAX_NAMES = 256 * 1024 * 1024
-"""Links may name the same groups again and again: paths, and bytes of them, are bounded."""
+_MAX_PATHS, _MAX_PATHS_EACH = 100_000, 4
+_MAX_STEPS, _MAX_STEPS_EACH = 1_000_000, 64
+_MAX_NAMES, _MAX_NAMES_EACH = 16 * 1024 * 1024, 4096
+"""Links may name the same groups again and again: paths, names in soft links, and bytes of paths
+are bounded, each by a number and so many more for each object (group or dataset) of the file."""
 _MAX_HOPS = 16
 """Soft links on soft links; libhdf5's own limit."""
 
@@ -94,11 +96,12 @@ class _Walk:
         self.file = file
         self.dangling = 0
         self._objects: dict[int, _Group | Dataset | None] = {}
-        self._paths = 0
+        self._soft: dict[tuple[int, bytes], int | None] = {}
+        self._paths = self._steps = self._names = 0
 
     def datasets(self) -> Iterator[tuple[bytes, int, Dataset]]:
         """Path, address of the object header and dataset of each path."""
-        file, names = self.file, 0
+        file = self.file
         root = self._object(file.root, b"/")
         if not isinstance(root, _Group):
             raise file.damaged("expected a group as its root")
@@ -112,28 +115,32 @@ class _Walk:
                 todo.pop()
                 continue
             path = prefix + name
-            self._count_path()
-            address = self._follow(group, group.links[name], path, 0)
+            self._bound(path)
+            address = self._target(group, name, path)
             found = None if address is None else self._object(address, path)
             if address is None:
                 self.dangling += 1
             elif isinstance(found, Dataset):
-                names += len(path)
                 yield path, address, found
             elif found is not None and address not in above:
                 above.add(address)
-                names += len(path)
                 todo.append((found, path + b"/", iter(sorted(found.links))))
-            if len(todo) > _MAX_DEPTH or names > _MAX_NAMES:
-                raise file.unknown(
-                    f"its groups are more than {_MAX_DEPTH} deep, or their paths longer than"
-                    f" {_MAX_NAMES} bytes together"
-                )
+            if len(todo) > _MAX_DEPTH:
+                raise file.unknown(f"its groups are more than {_MAX_DEPTH} deep")
 
-    def _count_path(self) -> None:
+    def _bound(self, path: bytes) -> None:
+        """Count one more path."""
+        self.file.subject = None
         self._paths += 1
-        if self._paths > _MAX_PATHS:
-            raise self.file.unknown(f"it has more than {_MAX_PATHS} paths")
+        self._names += len(path)
+        objects = len(self._objects)
+        paths = _MAX_PATHS + _MAX_PATHS_EACH * objects
+        names = _MAX_NAMES + _MAX_NAMES_EACH * objects
+        if self._paths > paths or self._names > names:
+            raise self.file.unknown(
+                f"links lead to {objects} objects by more than {paths} paths, or ones of more than"
+                f" {names} bytes"
+            )
 
     def _object(self, address: int | None, path: bytes) -> _Group | Dataset | None:
         """The group or dataset at ``address``; ``None`` for anything else (a named type)."""
@@ -153,6 +160,16 @@ class _Walk:
         file.subject = None
         return self._objects[address]
 
+    def _target(self, group: _Group, name: bytes, path: bytes) -> int | None:
+        """The address that a name in a group leads to; soft links are followed once."""
+        link = group.links[name]
+        if link.kind == HARD:
+            return self._follow(group, link, path, 0)
+        key = group.address, name
+        if key not in self._soft:
+            self._soft[key] = self._follow(group, link, path, 0)
+        return self._soft[key]
+
     def _follow(self, group: _Group, link: Link, path: bytes, hops: int) -> int | None:
         """The address a link leads to; ``None`` where a soft one leads nowhere."""
         self.file.subject = "link", path
@@ -165,10 +182,13 @@ class _Walk:
         if hops == _MAX_HOPS:
             return None
         at = self.file.root if link.target.startswith(b"/") else group.address
-        for part in link.target.rstrip(b"\0").split(b"/"):
+        parts = link.target.rstrip(b"\0").split(b"/")
+        self._steps += len(parts)
+        if self._steps > _MAX_STEPS + _MAX_STEPS_EACH * len(self._objects):
+            raise self.file.unknown(f"its soft links have more than {_MAX_STEPS} names in them")
+        for part in parts:
             if part in (b"", b"."):
                 continue
-            self._count_path()
             found = self._object(at, path)
             if not isinstance(found, _Group) or part not in found.links:
                 return None

@@ -61,7 +61,7 @@ def read_chunks(file: Hdf5File, dataset: Dataset) -> list[Chunk]:
             (at + 1) * step > dim for at, step, dim in zip(scaled, layout.chunk, shape, strict=True)
         ):
             mask = 0xFFFFFFFF
-        found[number] = Chunk(number, file.place(address, nbytes), nbytes, mask)
+        found[number] = Chunk(number, file.claim(address, nbytes), nbytes, mask)
     return [found[number] for number in sorted(found)]
 
 

@@ -98,6 +98,7 @@ class Hdf5File:
         self._in_shared = False
         # Links and headers may lead to the same bytes again, but not for ever.
         self._room = 16 * (stop - start) + _MAX_BLOCK
+        self._unclaimed = stop - start
         self.base = self.stop = 0
         self.address_nbytes = self.length_nbytes = 8
         self._superblock(start, stop)
@@ -123,6 +124,13 @@ class Hdf5File:
         if address is None or nbytes < 0 or self.base + address + nbytes > self.stop:
             raise self.damaged(f"expected {nbytes} bytes inside the file, found them at {address}")
         return self.base + address
+
+    def claim(self, address: int | None, nbytes: int) -> int:
+        """The offset in the source of bytes that no other may claim: together no more than all."""
+        self._unclaimed -= nbytes
+        if self._unclaimed < 0:
+            raise self.damaged("chunks have more bytes than the file, so they overlap")
+        return self.place(address, nbytes)
 
     def read(self, address: int | None, nbytes: int) -> Cursor:
         offset = self.place(address, nbytes)

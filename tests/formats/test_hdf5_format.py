@@ -8,6 +8,7 @@ import os
 import struct
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -349,18 +350,108 @@ def test_every_path_to_a_dataset_is_a_tensor_on_one_payload_and_circles_end() ->
         assert found.facts["dangling_links"] == 3
 
 
-def test_groups_that_fan_out_through_links_end_at_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def fan_of_links(link: Callable[[h5py.Group, str], Any]) -> bytes:
+    """2 ** 36 paths to one dataset, through 36 groups that name the next one twice."""
+
     def write(file: h5py.File) -> None:
         group = file.create_group("0")
-        for n in range(1, 40):
+        for n in range(1, 37):
+            file.create_group(f"{n}")
+            group["a"], group["b"] = link(file, f"/{n}"), link(file, f"/{n}")
+            group = file[f"{n}"]
+        group["w"] = W
+
+    return hdf5_file(write)
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_groups_that_fan_out_through_links_end_at_a_bound(hard: bool) -> None:
+    data = fan_of_links(lambda file, path: file[path] if hard else h5py.SoftLink(path))
+    start = time.process_time()
+    found = locate(data)
+    assert time.process_time() - start < 4
+    assert found.condition == "opaque" and "by more than 100156 paths" in (found.problem or "")
+
+
+def test_paths_of_many_bytes_end_at_a_bound() -> None:
+    def write(file: h5py.File) -> None:
+        group = file
+        for _ in range(40):
+            group = group.create_group("g" * 60_000)
+        for n in range(20):
+            group[f"{n}"] = W
+
+    found = locate(hdf5_file(write))
+    assert found.condition == "opaque" and "bytes" in (found.problem or "")
+
+
+def test_soft_links_of_many_names_are_followed_once() -> None:
+    def write(file: h5py.File) -> None:
+        group = file.create_group("0")
+        for n in range(1, 15):
             below = file.create_group(f"{n}")
             group["a"], group["b"] = below, below
             group = below
-        group["w"] = W
+        file["w"] = W
+        group["soft"] = h5py.SoftLink("/" + "./" * 30_000 + "w")
 
-    monkeypatch.setattr("slimckpt.formats.hdf5._MAX_PATHS", 10_000)
+    start = time.process_time()
+    found = understood(hdf5_file(write))
+    assert time.process_time() - start < 4
+    assert found.table.n_tensors == 2**15 and found.table.n_payloads == 1
+
+
+def test_soft_links_on_soft_links_of_many_names_end_at_a_bound() -> None:
+    def write(file: h5py.File) -> None:
+        for n in range(10):
+            file[f"{n}"] = h5py.SoftLink(f"{n + 1}/" * 5_000)
+        file["10"] = h5py.SoftLink(".")
+
+    start = time.process_time()
     found = locate(hdf5_file(write))
-    assert found.condition == "opaque" and "10000 paths" in (found.problem or "")
+    assert time.process_time() - start < 4
+    assert found.condition == "opaque" and "soft links" in (found.problem or "")
+
+
+def test_a_file_may_have_several_paths_to_each_dataset(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: h5py.File) -> None:
+        for n in range(300):
+            file[f"0/{n}"] = np.float32(n)
+        for n in range(1, 4):
+            file[f"{n}"] = file["0"]
+
+    monkeypatch.setattr("slimckpt.formats.hdf5._MAX_PATHS", 10)
+    assert understood(hdf5_file(write)).table.n_tensors == 1200
+
+
+def test_chunks_that_lie_on_each_other_many_times_end_at_a_bound() -> None:
+    """Of thirty datasets with chunks of a byte each says that it has all bytes of the file."""
+    creation = h5p.create(h5p.DATASET_CREATE)
+    creation.set_chunk((1,))
+    creation.set_alloc_time(h5d.ALLOC_TIME_EARLY)
+
+    def write(file: h5py.File) -> None:
+        for n in range(30):
+            h5d.create(file.id, b"%d" % n, h5t.STD_U8LE, h5s.create_simple((1001,)), creation)
+
+    data = bytearray(hdf5_file(write, "latest"))
+    assert understood(bytes(data)).table.n_tensors == 30
+    with h5py.File(io.BytesIO(bytes(data)), "r") as file:
+        places = [
+            (h5py.h5o.get_info(dataset.id).addr, dataset.id.get_chunk_info(0).byte_offset)
+            for dataset in file.values()
+        ]
+    for header, start in places:
+        flags = data[header + 5]
+        at = header + 6 + (16 if flags & 0x20 else 0)
+        width = 1 << (flags & 3)
+        end = at + width + int.from_bytes(data[at : at + width], "little")
+        for old, new in ((1001, len(data)), (start, 0)):
+            body = data[header:end].replace(struct.pack("<Q", old), struct.pack("<Q", new))
+            data[header:end] = body
+        data[end : end + 4] = lookup3(bytes(data[header:end])).to_bytes(4, "little")
+    found = locate(bytes(data))
+    assert found.condition == "damaged" and "more bytes than the file" in (found.problem or "")
 
 
 def test_headers_that_are_continued_on_each_other_for_ever_end_at_a_bound() -> None:
