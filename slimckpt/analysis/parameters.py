@@ -28,8 +28,9 @@ class StepCost:
     ``parameters`` they are bytes per parameter.
 
     Two weights of different names and equal bytes count once, unless they are constant (norms are
-    all ones before they are trained) or shorter than 1 KiB. Padding of flat buffers counts as
-    parameters. When samples told what is equal, ``parameters`` and ``distinct`` are lower bounds.
+    all ones before they are trained) or shorter than 1 KiB, and not tied in the file. Padding of
+    flat buffers counts as parameters. When samples told what is equal, ``parameters`` and
+    ``distinct`` are lower bounds.
     """
 
     run: str
@@ -107,8 +108,13 @@ def _parameters(
         by_name = filled | constant[np.maximum(home, 0)] | (columns["nbytes"][rows] < FLOOR)
         known: dict[str, int] = {}
         names = np.zeros(len(rows), np.int64)
-        for at in np.flatnonzero(by_name).tolist():
-            names[at] = known.setdefault(catalog.table.name(int(rows[at])), len(known) + 1)
+        named = np.flatnonzero(by_name)
+        # Tied ones are on one payload of one file, and have the name of the first.
+        place = np.where(filled, -1 - rows, columns["home_row"][rows])[named]
+        tied = numbered([place, columns["offset"][rows[named]]])
+        _, first, group = np.unique(tied, return_index=True, return_inverse=True)
+        for at, row in zip(named.tolist(), rows[named[first[group]]].tolist(), strict=True):
+            names[at] = known.setdefault(catalog.table.name(row), len(known) + 1)
         numbers = numbered([steps[rows], home, columns["offset"][rows], names])
         del home, names
         distinct = rows[np.unique(numbers, return_index=True)[1]]

@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+import h5py
 import numpy as np
 import pytest
 from hypothesis import given
@@ -60,6 +61,21 @@ def test_tied_weights_are_one_and_constants_are_each_their_own(tmp_path: Path) -
     )
     (cost,) = costs(tmp_path)
     assert cost.parameters == 2000 + 3 * 1000 + 3 * 16
+
+
+def test_constant_weights_that_a_file_ties_are_one(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank_{rank}").mkdir()
+        with h5py.File(tmp_path / f"rank_{rank}" / "model.h5", "w") as file:
+            file["norm.weight"] = np.ones(1000, "f4")
+            file["other.norm.weight"] = np.ones(1000, "f4")
+            file["short.weight"] = np.arange(9, dtype="f4")
+            file["unset.weight"] = np.zeros(0, "f4")
+            for n in range(20):
+                file[f"layers.{n}.weight"] = file["norm.weight"]
+                file[f"short.{n}.weight"] = file["short.weight"]
+    (cost,) = costs(tmp_path)
+    assert cost.parameters == 2 * 1000 + 9
 
 
 def test_masters_are_the_parameters_where_there_are_no_weights(tmp_path: Path) -> None:
