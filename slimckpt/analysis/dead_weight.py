@@ -6,10 +6,21 @@ import math
 
 import numpy as np
 
-from slimckpt.model import RAW, Ints, Table, Tensor
+from slimckpt.model import RAW, Catalog, Ints, Table, Tensor
 
 _MOST_RUNS = 1 << 20
 """Runs of one strided view that are told apart; of more, all between the first and last counts."""
+
+_PADDED = ("hdf5", "keras")
+"""Formats in which no tensor is cut out of a larger one: what follows it pads its last chunk."""
+
+
+def dead_in(catalog: Catalog) -> Ints:
+    """:func:`dead_nbytes` of all files; padding of the chunks of HDF5 is none."""
+    padded = np.array([file.format in _PADDED for file in catalog.files], np.bool_)
+    dead = dead_nbytes(catalog.table)
+    dead[np.repeat(padded, np.diff(catalog.payload_start))] = 0
+    return dead
 
 
 def dead_nbytes(table: Table) -> Ints:

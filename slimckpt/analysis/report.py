@@ -13,7 +13,7 @@ import numpy as np
 from slimckpt.analysis.actions import Saving, repeated_steps, savings, stored_nbytes
 from slimckpt.analysis.categories import CATEGORIES, categorize
 from slimckpt.analysis.constants import constant_classes
-from slimckpt.analysis.dead_weight import dead_nbytes
+from slimckpt.analysis.dead_weight import dead_in
 from slimckpt.analysis.parameters import StepCost, step_costs
 from slimckpt.analysis.roles import step_key
 from slimckpt.analysis.scan import scan
@@ -191,7 +191,7 @@ def _report(
         constants=_remark(
             bodies, np.where(constant[class_of[:payloads]], bodies.nbytes[:payloads], 0)
         ),
-        dead=_remark(bodies, dead_nbytes(catalog.table)),
+        dead=_remark(bodies, dead_in(catalog)),
         repeated_steps=repeated_steps(bodies, class_of),
         savings=savings(bodies, digests, sharing, before, codes, min_saving),
         not_slimmed=_not_slimmed(bodies, sharing),

@@ -1,11 +1,15 @@
 """Bytes no tensor views, counted by marking them one by one."""
 
 import math
+import zipfile
+from pathlib import Path
 
+import h5py
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+import slimckpt
 from slimckpt.analysis.dead_weight import dead_nbytes
 from slimckpt.model import TableBuilder
 
@@ -74,6 +78,18 @@ def test_payloads_are_counted_each_for_itself() -> None:
     builder.tensor("c", "F32", (5,), 20, payload=rows[2])
     builder.tensor("empty", "F32", (0,), 0)
     assert dead_nbytes(builder.build()).tolist() == [0, 100, 80]
+
+
+def test_padding_of_the_last_chunk_of_hdf5_is_no_dead_weight(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "log.h5", "w") as file:
+        file.create_dataset("loss", data=np.arange(300.0), chunks=(500,), maxshape=(None,))
+    assert slimckpt.analyze(tmp_path).dead.payloads == 0
+    with zipfile.ZipFile(tmp_path / "model.keras", "w") as archive:
+        archive.writestr("metadata.json", "{}")
+        archive.writestr("config.json", "{}")
+        archive.write(tmp_path / "log.h5", "model.weights.h5")
+    report = slimckpt.analyze(tmp_path)
+    assert (report.formats, report.dead.payloads) == ({"hdf5": 1, "keras": 1}, 0)
 
 
 def test_more_runs_than_are_told_apart_are_counted_by_their_ends() -> None:
