@@ -91,8 +91,9 @@ class FileSource:
         if start < 0 or start + nbytes > len(self._window):
             if nbytes > WINDOW // 2:
                 return self._exactly(offset, nbytes)
-            # After a jump, who knows whether more is wanted than a page.
-            ahead = WINDOW if 0 <= start <= len(self._window) else max(nbytes, 4096)
+            # After a far jump, who knows whether more is wanted than a page.
+            near = 0 <= start <= len(self._window) + WINDOW // 4
+            ahead = WINDOW if near else max(nbytes, 4096)
             self._window = self._exactly(offset, min(ahead, self.size - offset))
             self._window_at, start = offset, 0
         return self._window[start : start + nbytes]
