@@ -1,7 +1,7 @@
 """What the doctor finds is so, and where it looked everything is as it was."""
 
 import os
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -125,18 +125,21 @@ def test_a_slim_checkpoint_that_is_a_file_system_of_its_own_is_left_alone(
 
 
 @pytest.mark.parametrize("name", ["missing", "missing/below", "file", "file/below"])
-def test_what_is_no_directory_is_said_and_the_rest_is_found_all_the_same(
-    tmp_path: Path, name: str
-) -> None:
+def test_what_is_no_directory_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "file").write_bytes(b"x")
     before = snapshot(tmp_path)
-    found = examine(tmp_path / name, quick=True)
+    with pytest.raises(UsageError, match=re.escape(str(tmp_path / name))):
+        examine(tmp_path / name, quick=True)
     assert snapshot(tmp_path) == before
-    assert not found.well
-    assert [str(tmp_path / name) in text for text in serious(found)] == [True]
+
+
+@pytest.mark.parametrize("path", ["/proc", "/proc/self", "/sys"])
+def test_a_virtual_file_system_is_said_to_be_one(path: str) -> None:
+    found = examine(path, quick=True)
+    assert found.filesystem.kind == "virtual"
+    assert [text.startswith(f"{path} lies on ") for text in serious(found)] == [True]
+    assert "neither a source nor a destination" in serious(found)[0]
     assert {trial.works for trial in found.filesystem.trials} == {None}
-    assert found.filesystem.free == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.1)
-    assert found.machine.cores == len(os.sched_getaffinity(0))
 
 
 def test_an_empty_path_is_not_the_current_directory() -> None:
@@ -434,6 +437,7 @@ def test_of_mounts_on_one_point_the_one_with_the_device_of_the_path_counts(tmp_p
         ("fuse", "FUSE"),
         ("tmpfs", "in memory"),
         ("squashfs", "a read-only image"),
+        ("proc", "virtual"),
         ("xfs", "local"),
     ],
 )

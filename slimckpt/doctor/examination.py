@@ -87,11 +87,17 @@ def examine(path: str | os.PathLike[str] = ".", *, quick: bool = False) -> Exami
     Returns
     -------
     Examination
-        Also where ``path`` is missing or cannot be written to: it says so.
+        Also where ``path`` cannot be read or written to: it says so.
+
+    Raises
+    ------
+    UsageError
+        ``path`` is not there, or is no directory.
     """
     if not os.fsencode(path):
         raise UsageError("the path is empty; name a directory")
     target = os.path.abspath(os.fsencode(path))
+    _require_directory(target)
     found_libraries = libraries()
     versions = [x.version for x in found_libraries if x.name == "libhdf5" and x.version]
     known = [issue for version in versions for issue in libhdf5_issues(version)]
@@ -105,6 +111,17 @@ def examine(path: str | os.PathLike[str] = ".", *, quick: bool = False) -> Exami
 
         result.hash_speed = hash_speed()
     return result
+
+
+def _require_directory(target: bytes) -> None:
+    try:
+        directory = stat.S_ISDIR(os.stat(target).st_mode)
+    except PermissionError:
+        return  # found later: whatever it is
+    except OSError as error:
+        raise UsageError(f"{_label(target)}: {error.strerror}; name a directory") from None
+    if not directory:
+        raise UsageError(f"{_label(target)} is not a directory; name the directory that holds it")
 
 
 def _label(path: bytes) -> str:
@@ -172,9 +189,14 @@ def _try(result: Examination, target: bytes, usable: bool, quick: bool) -> None:
         return
     from slimckpt.doctor import trials
 
+    system.not_tried = _obstacle(system, target)
+    if system.not_tried:
+        result.remark(f"{system.path} {system.not_tried}", serious=True)
+        system.trials = trials.not_tried(system.not_tried)
+        return
     place, system.not_tried = _place(target)
     if place is None:
-        result.remark(f"{system.path} {system.not_tried}", serious=not os.path.isdir(target))
+        result.remark(f"{system.path} {system.not_tried}")
     elif 0 in (system.free, system.free_inodes):
         system.not_tried = "has no " + ("inodes" if system.free else "space") + " left"
         result.remark(f"{system.path} {system.not_tried}; free some", serious=True)
@@ -213,15 +235,25 @@ def _measure(result: Examination, at: bytes) -> None:
         result.remark(f"{system.path}: its speed could not be measured: {error.strerror}")
 
 
+def _obstacle(system: FileSystem, target: bytes) -> str:
+    """Why ``target`` can be neither source nor destination; nothing where it may be."""
+    neither = "it can be neither a source nor a destination"
+    if system.kind == "virtual":
+        return f"lies on {system.type}, which is no storage but a view of the system; {neither}"
+    what = "entered"
+    try:
+        os.stat(os.path.join(target, b"."))
+        what = "listed"
+        os.scandir(target).close()
+    except OSError as error:
+        return f"cannot be {what}: {error.strerror}; {neither} for this user"
+    return ""
+
+
 def _place(target: bytes) -> tuple[bytes | None, str]:
     """Where to try things for ``target``, or why nowhere: never inside a slim checkpoint."""
     from slimckpt.analysis.tree import is_store
 
-    try:
-        if not stat.S_ISDIR(os.stat(target).st_mode):
-            return None, "is no directory; name one"
-    except OSError as error:
-        return None, f"cannot be looked at: {error.strerror}; name a directory"
     place = inner = os.path.realpath(target)
     while True:
         if is_store(inner):

@@ -15,6 +15,14 @@ _SPECIAL = {
     "squashfs": "a read-only image",
     "erofs": "a read-only image",
     "iso9660": "a read-only image",
+    **dict.fromkeys(
+        (
+            *("autofs", "binfmt_misc", "bpf", "cgroup", "cgroup2", "configfs", "debugfs", "devpts"),
+            *("efivarfs", "fusectl", "mqueue", "nsfs", "proc", "pstore", "rpc_pipefs"),
+            *("securityfs", "selinuxfs", "sysfs", "tracefs"),
+        ),
+        "virtual",
+    ),
 }
 
 

@@ -73,13 +73,12 @@ except SystemExit as end:
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]])
-def test_a_missing_path_is_code_1_and_what_can_be_said_is_said(
-    tmp_path: Path, extra: list[str]
-) -> None:
-    ran = run(tmp_path / "missing", "--quick", *extra)
-    assert (ran.returncode, ran.stderr) == (1, "")
-    assert "numpy" in ran.stdout and "No such file or directory" in ran.stdout
-    assert "Nothing stands in the way" not in ran.stdout
+@pytest.mark.parametrize("name", ["missing", "file"])
+def test_a_path_that_is_no_directory_is_code_2(tmp_path: Path, name: str, extra: list[str]) -> None:
+    (tmp_path / "file").touch()
+    ran = run(tmp_path / name, "--quick", *extra)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr.startswith(f"slimckpt: {tmp_path / name}")
 
 
 def test_an_empty_path_is_code_2() -> None:
@@ -101,25 +100,53 @@ main(["doctor", sys.argv[2], "--quick"])
 """
 
 
-def test_a_directory_that_may_only_be_read_is_left_alone_and_said_to_be_a_source(
-    tmp_path: Path,
-) -> None:
-    place = tmp_path / "run"
-    place.mkdir(mode=0o555)
+def as_nobody(tmp_path: Path, place: Path) -> subprocess.CompletedProcess[str]:
     for directory in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
         directory.chmod(directory.stat().st_mode | 0o011)
-    ran = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", AS_NOBODY, tmp_path, place],
         capture_output=True,
         text=True,
         check=False,
         cwd="/",
     )
+
+
+def test_a_directory_that_may_only_be_read_is_left_alone_and_said_to_be_a_source(
+    tmp_path: Path,
+) -> None:
+    place = tmp_path / "run"
+    place.mkdir(mode=0o555)
+    ran = as_nobody(tmp_path, place)
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "cannot be written to: Permission denied" in ran.stdout
     assert "it can be a source, not a destination" in ran.stdout
     assert ran.stdout.splitlines()[-1] == "Nothing stands in the way."
     assert os.listdir(place) == []
+
+
+@pytest.mark.parametrize(
+    ("mode", "inside", "what"),
+    [
+        (0o000, ".", "entered"),
+        (0o333, ".", "listed"),
+        (0o444, ".", "entered"),
+        (0o000, "inner", "entered"),
+    ],
+)
+def test_a_directory_that_cannot_be_read_stands_in_the_way(
+    tmp_path: Path, mode: int, inside: str, what: str
+) -> None:
+    place = tmp_path / "run"
+    (place / "inner").mkdir(parents=True)
+    place.chmod(mode)
+    try:
+        ran = as_nobody(tmp_path, place / inside)
+    finally:
+        place.chmod(0o755)
+    assert (ran.returncode, ran.stderr) == (1, "")
+    said = ran.stdout.splitlines()[-1]
+    assert f"cannot be {what}: Permission denied; it can be neither a source" in said
 
 
 def test_names_that_are_not_utf_8_are_shown_escaped(tmp_path: Path) -> None:
