@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from slimckpt.analysis.dropping import Drop, may_drop
+from slimckpt.analysis.dropping import Drop, may_drop, refuse_last_copies
 from slimckpt.analysis.roles import step_key
 from slimckpt.analysis.sharing import Bodies, Sharing, decide, first_users
+from slimckpt.errors import UsageError
 from slimckpt.model import Bytes, Ints, StepLabel
 from slimckpt.sources.digest import Digests
 
@@ -47,15 +48,18 @@ def savings(
 
     Notes
     -----
-    ``slim`` refuses ``--drop master`` where a weight has no other copy; that is not looked into.
+    ``slim`` refuses ``--drop master`` where a weight has no other copy. It is only named here where
+    there are weights that could be the copies; whether they are is not looked into.
     """
     plain = int(stored_nbytes(bodies, sharing, before).sum())
     found = [Saving("", int(before.sum()) - plain)]
     for kinds, keep in ((["optimizer"], NEWEST), (["optimizer"], None), (["master"], None)):
-        droppable = may_drop(bodies, Drop.parse(kinds, keep), codes)
-        if not droppable.any():
+        try:
+            droppable = may_drop(bodies, Drop.parse(kinds, keep), codes)
+            dropping = decide(bodies, digests, min_saving, droppable, sharing.class_of)
+            refuse_last_copies(bodies, dropping, codes, by_bytes=False)
+        except UsageError:
             continue
-        dropping = decide(bodies, digests, min_saving, droppable, sharing.class_of)
         options = f"--drop {kinds[0]}" + (f" --keep-full {keep}" if keep else "")
         more = plain - int(stored_nbytes(bodies, dropping, before).sum())
         found.append(Saving(options, more))

@@ -51,6 +51,8 @@ def analyze(
     UnfaithfulSourceError
         The tree holds something that cannot be read or copied.
     """
+    if not 0 <= min_saving <= 100:
+        raise UsageError(f"min_saving is a percentage, 0 to 100, not {min_saving}")
     sources = [source] if isinstance(source, str | bytes | os.PathLike) else list(source)
     names = [os.fsencode(name) for name in sources]
     trees = [walk(name) for name in names]

@@ -36,6 +36,8 @@ _NORM = re.compile(
     r"|(?:.*_)?(?:ln|bn|gn)|running_(?:mean|var)|moving_(?:mean|variance)|gamma|g",
     re.IGNORECASE,
 )
+_STACKED_NORM = re.compile(r"(?:.*\.)?(?:layer_norm_|(?:.*_)?layernorm\.)(?:weight|bias)")
+"""As Megatron names them, which saves those of all layers as one tensor of two dimensions."""
 _BIAS = re.compile(r"(?:.*_)?(?:bias|b)(?:_[0-9a-z]+)?|beta")
 _EMBEDDING = re.compile(
     r"(?:.*_)?(?:embed|embeds|embedding|embeddings|embedder|emb|wte|wpe)(?:_.*)?", re.IGNORECASE
@@ -175,6 +177,8 @@ def _category(name: str, shape: _Shape, dtype: str, witnesses: _Witnesses) -> st
 
 
 def _weight(segments: Sequence[str], shape: _Shape, dtype: str) -> str:
+    if _STACKED_NORM.fullmatch(".".join(segments[-2:])):
+        return "norm"
     if len(shape) <= 1:
         if any(map(_NORM.fullmatch, segments[-2:])):
             return "norm" if shape else "scalar"
@@ -193,6 +197,19 @@ def _weight(segments: Sequence[str], shape: _Shape, dtype: str) -> str:
 @lru_cache(maxsize=1 << 16)
 def _by_segment(segment: str) -> str | None:
     return next((kind for kind, regex in _MODULES if regex.fullmatch(segment)), None)
+
+
+def unmatched(table: Table, overrides: Sequence[tuple[str, str]]) -> list[str]:
+    """A sentence for each override that no tensor's name matches."""
+    if not overrides:
+        return []
+    names, _ = distinct_runs(table.columns["names"], table.columns["name_end"])
+    texts = [name.decode() for name in names]
+    return [
+        f"no tensor's name matches {glob!r} (given as {category})"
+        for category, glob in overrides
+        if not any(map(re.compile(translate(glob)).match, texts))
+    ]
 
 
 def _compile(overrides: Sequence[tuple[str, str]]) -> Callable[[str], str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import numpy.typing as npt
 
 from slimckpt.analysis.categories import CATEGORIES, MASTER, OPTIMIZER, WEIGHTS, parameter_of
 from slimckpt.analysis.roles import role_of, step_key
+from slimckpt.analysis.rounded import is_rounded
 from slimckpt.analysis.sharing import Bodies, Mask, Sharing
 from slimckpt.errors import UsageError
 from slimckpt.model import HOME_PAYLOAD, Ints, Role, SourceFile, StepLabel, Table
@@ -19,7 +21,7 @@ KINDS = ("optimizer", "master")
 
 _CATEGORIES = {"optimizer": OPTIMIZER, "master": frozenset({MASTER})}
 _LISTED = 5
-_WRAPPERS = frozenset({"module", "model", "_orig_mod", "network", "net"})
+_WRAPPERS = frozenset({"module", "model", "_orig_mod", "network", "net", "state_dict"})
 """First segments that a wrapper puts before the names of parameters, or does not."""
 
 Codes = npt.NDArray[np.uint8]
@@ -82,7 +84,10 @@ def may_drop(bodies: Bodies, drop: Drop, codes: Codes) -> Mask:
         return found
     covered = frozenset().union(*(_CATEGORIES[kind] for kind in drop.kinds))
     found[: bodies.n_payloads] = payloads_of(bodies.catalog.table, codes, covered)
-    return found & bodies.apart & ~_spared(bodies, drop)[bodies.file]
+    found &= bodies.apart
+    losing = np.zeros(bodies.n_files, np.bool_)
+    losing[bodies.file[found]] = True
+    return found & ~_spared(bodies, drop, losing)[bodies.file]
 
 
 def payloads_of(table: Table, codes: Codes, categories: Container[str]) -> Mask:
@@ -102,61 +107,115 @@ def dropped_tensors(bodies: Bodies, sharing: Sharing) -> Ints:
     return found
 
 
-def refuse_last_copies(bodies: Bodies, sharing: Sharing, codes: Codes) -> None:
-    """No master weight goes without a weight of its parameter: one with as many elements at least,
-    in the same step, in a file of the same rank or of all ranks.
+def refuse_last_copies(bodies: Bodies, sharing: Sharing, codes: Codes, *, by_bytes: bool) -> None:
+    """No master weight goes unless a weight is the same values, rounded.
+
+    Names propose, bytes decide: compared is the weight of its parameter in the same step, or, where
+    the master has no name of its own, any weight in its file of as many elements.
+
+    Parameters
+    ----------
+    by_bytes : bool
+        Whether to compare: all bytes of master and weight are read. Else only those are refused
+        that have nothing to be compared with.
 
     Raises
     ------
     UsageError
-        Names the parameters of which the master is the only copy.
+        Names the master weights of which there is no other copy.
     """
-    catalog = bodies.catalog
-    table = catalog.table
+    catalog, table = bodies.catalog, bodies.catalog.table
     rows = dropped_tensors(bodies, sharing)
     masters = rows[codes[rows] == CATEGORIES.index(MASTER)]
     if not len(masters):
         return
     file_of = np.searchsorted(catalog.tensor_start, np.arange(table.n_tensors), "right") - 1
-    weights: dict[tuple[str, StepLabel | None, str], list[int]] = {}
-    is_weight = np.array([category in WEIGHTS for category in CATEGORIES])[codes]
-    for row in np.flatnonzero(is_weight).tolist():
-        role = catalog.files[file_of[row]].role
-        weights.setdefault((role.run, role.step, _bare(table.name(row))), []).append(row)
+    weights = _Weights(bodies, codes, file_of)
     alone = []
+    known: dict[tuple[int, ...], bool] = {}
     for row in masters.tolist():
-        file = catalog.files[file_of[row]]
-        parameter = parameter_of(table.name(row))
-        candidates = weights.get((file.role.run, file.role.step, _bare(parameter)), ())
-        count = np.prod(table.shape(row), dtype=np.int64)
-        if not parameter or not any(
-            np.prod(table.shape(other), dtype=np.int64) >= count
-            and _together(file.role, catalog.files[file_of[other]].role)
-            for other in candidates
-        ):
-            alone.append(f"{table.name(row)} in {file.label}")
+        for weight in weights.of(row):
+            key = (*_identity(bodies, sharing, row), *_identity(bodies, sharing, weight))
+            if key not in known:
+                known[key] = not by_bytes or is_rounded(bodies, row, weight)
+            if known[key]:
+                break
+        else:
+            alone.append(f"{table.name(row)} in {catalog.files[file_of[row]].label}")
     if alone:
         shown = "; ".join(alone[:_LISTED]) + ("; …" if len(alone) > _LISTED else "")
         raise UsageError(
-            f"--drop master is refused: of {len(alone)} master weights no other copy is stored"
-            f" (no weight of the same parameter, step and rank): {shown}. Nothing was written;"
-            " --drop optimizer alone leaves master weights where they are"
+            f"--drop master is refused: of {len(alone)} master weights no other copy is stored (a"
+            " weight of the same parameter and step that is the same values, rounded): "
+            f"{shown}. Nothing was written; --drop optimizer alone leaves master weights where"
+            " they are"
         )
 
 
-def _spared(bodies: Bodies, drop: Drop) -> Mask:
-    """For each file, whether one of its names is of a step that keeps everything."""
+class _Weights:
+    """Which weights could be the copies of a master."""
+
+    def __init__(self, bodies: Bodies, codes: Codes, file_of: Ints) -> None:
+        self.catalog, self.file_of = bodies.catalog, file_of
+        self.named: dict[tuple[str, StepLabel | None, str], list[int]] = {}
+        self.inside: dict[tuple[int, int], list[int]] = {}
+        is_weight = np.array([category in WEIGHTS for category in CATEGORIES])[codes]
+        for row in np.flatnonzero(is_weight).tolist():
+            file = int(file_of[row])
+            role = self.catalog.files[file].role
+            key = (role.run, role.step, _bare(self.catalog.table.name(row)))
+            self.named.setdefault(key, []).append(row)
+            self.inside.setdefault((file, self._count(row)), []).append(row)
+
+    def of(self, master: int) -> list[int]:
+        """Rows of weights, those in the same file first."""
+        file, count = int(self.file_of[master]), self._count(master)
+        parameter = parameter_of(self.catalog.table.name(master))
+        if not parameter:
+            return self.inside.get((file, count), [])
+        role = self.catalog.files[file].role
+        found = self.named.get((role.run, role.step, _bare(parameter)), [])
+        found = [row for row in found if self._count(row) == count]
+        return sorted(found, key=lambda row: self.file_of[row] != file)
+
+    def _count(self, row: int) -> int:
+        return math.prod(self.catalog.table.shape(row))
+
+
+def _identity(bodies: Bodies, sharing: Sharing, row: int) -> tuple[int, int, int]:
+    """The bytes of a tensor: equal for replicas. Rows without payload are their own."""
+    columns = bodies.catalog.table.columns
+    if columns["home"][row] != HOME_PAYLOAD:
+        return -1, row, 0
+    payload = int(columns["home_row"][row])
+    return int(sharing.class_of[payload]), int(columns["offset"][row]), int(columns["dtype"][row])
+
+
+def _spared(bodies: Bodies, drop: Drop, losing: Mask) -> Mask:
+    """For each file, whether one of its names is of a step that keeps everything.
+
+    ``losing`` are the files that hold what is to be dropped. Only their steps count as newest: a
+    newer one that was cut short, or holds weights alone, is none to resume from. Each rank has its
+    own newest steps, since one may have stopped before the others.
+    """
     files = bodies.catalog.files
     if not (drop.last or drop.every):
         return np.zeros(len(files), np.bool_)
     roles = [_roles(file) for file in files]
-    steps: dict[str, set[StepLabel]] = {}
-    for file, names in zip(files, roles, strict=True):
-        for role in names:
-            if role.step is not None and file.understood:
-                steps.setdefault(role.run, set()).add(role.step)
+    steps: dict[tuple[str, int | None, tuple[tuple[str, int], ...]], set[StepLabel]] = {}
+    for number in np.flatnonzero(losing).tolist():
+        for role in roles[number]:
+            if role.step is not None:
+                place = (role.run, role.rank, tuple(sorted(role.coords.items())))
+                steps.setdefault(place, set()).add(role.step)
+    if losing.any() and not steps:
+        raise UsageError(
+            f"keep-full cannot say which of {int(losing.sum())} files to spare: no path states a"
+            f" step (such as {files[int(np.flatnonzero(losing)[0])].label}); leave it out, or give"
+            " directories names like step_1000"
+        )
     spared = set()
-    for run, labels in steps.items():
+    for (run, _, _), labels in steps.items():
         ordered = sorted(labels, key=step_key)
         spared |= {(run, label) for label in ordered[len(ordered) - drop.last :] if drop.last}
         for label in ordered if drop.every else ():
@@ -181,13 +240,6 @@ def _roles(file: SourceFile) -> list[Role]:
         if role.step is not None or role.rank is not None or role.coords:
             found.append(role)
     return found
-
-
-def _together(one: Role, other: Role) -> bool:
-    """Whether nothing says that two files belong to different places of the job."""
-    if None not in (one.rank, other.rank) and one.rank != other.rank:
-        return False
-    return all(other.coords.get(name, at) == at for name, at in one.coords.items())
 
 
 def _bare(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from slimckpt.analysis.actions import Saving, repeated_steps, savings, stored_nbytes
-from slimckpt.analysis.categories import CATEGORIES, categorize
+from slimckpt.analysis.categories import CATEGORIES, categorize, unmatched
 from slimckpt.analysis.constants import constant_classes
 from slimckpt.analysis.dead_weight import dead_in
 from slimckpt.analysis.parameters import StepCost, step_costs
@@ -142,7 +142,11 @@ def analyze_tree(
         digests = sample(bodies, executor)
     class_of = classes(bodies, digests)
     constant = constant_classes(bodies, class_of, digests if exact else None, executor)
-    return _report(tree, bodies, digests, class_of, constant, codes, exact, min_saving, most_groups)
+    report = _report(
+        tree, bodies, digests, class_of, constant, codes, exact, min_saving, most_groups
+    )
+    report.notes += unmatched(catalog.table, overrides)
+    return report
 
 
 def _report(
@@ -285,13 +289,16 @@ def _groups(bodies: Bodies, sharing: Sharing) -> list[ReplicaGroup]:
     """Replica groups joined by who holds them, largest saving first."""
     catalog = bodies.catalog
     starts, rows = catalog.table.tensors_of_payloads()
+    several = len({file.role.step for file in catalog.files if file.role.step is not None}) > 1
     joined: dict[tuple[int, ...], ReplicaGroup] = {}
     largest: dict[tuple[int, ...], tuple[int, int]] = {}
     for group in payload_groups(bodies, sharing):
         members = tuple(bodies.file[group].tolist())
         nbytes = int(bodies.nbytes[group[0]])
         if members not in joined:
-            joined[members] = ReplicaGroup(_holders(catalog, members), len(members), 0, 0, 0, "")
+            joined[members] = ReplicaGroup(
+                _holders(catalog, members, several), len(members), 0, 0, 0, ""
+            )
         found = joined[members]
         found.tensors += 1
         found.nbytes += nbytes
@@ -305,8 +312,9 @@ def _groups(bodies: Bodies, sharing: Sharing) -> list[ReplicaGroup]:
     return sorted(joined.values(), key=lambda g: (-g.saved, g.ranks, g.example))
 
 
-def _holders(catalog: Catalog, members: Sequence[int]) -> str:
-    """``ranks 0-7``, ``steps 10, 20, 30``, or file names where paths state neither."""
+def _holders(catalog: Catalog, members: Sequence[int], several: bool) -> str:
+    """``ranks 0-7``, ``steps 10, 20, 30``, or file names where paths state neither; the step also
+    where there is one, if the tree has ``several``."""
     roles = [catalog.files[m].role for m in sorted(set(members))]
     ranks = {role.rank for role in roles if role.rank is not None}
     steps = sorted({role.step for role in roles if role.step is not None}, key=step_key)
@@ -316,6 +324,8 @@ def _holders(catalog: Catalog, members: Sequence[int]) -> str:
     if len(steps) > 1:
         shown = [str(step) for step in steps]
         said.append(f"steps {', '.join(shown if len(shown) < 6 else [*shown[:4], '…', shown[-1]])}")
+    elif steps and several and ranks:
+        said.append(f"step {steps[0]}")
     if not said:
         labels = [catalog.files[m].label for m in sorted(set(members))]
         said = [", ".join(labels[:2]) + (f" and {len(labels) - 2} more" if len(labels) > 2 else "")]

@@ -179,7 +179,7 @@ def _show_savings(report: Report) -> None:
             "What is not repeated but not resumed from may be left out, for good, by OPTIONS:"
         )
         more = "more" if report.gain else "in all"
-        rows = [[saving.options, f"saves up to {size(saving.saved)} {more}"] for saving in drops]
+        rows = [[saving.options, f"saves about {size(saving.saved)} {more}"] for saving in drops]
         click.echo(table(rows, left=(0, 1)))
 
 

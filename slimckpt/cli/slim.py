@@ -113,7 +113,7 @@ def slim_command(
     if len(result.kept_whole) > _MOST_FILES:
         click.echo(f"    … and {len(result.kept_whole) - _MOST_FILES} more (--json lists all)")
     if result.dropped:
-        _show_dropped(result.dropped, dry_run)
+        _show_dropped(result.dropped, result.dropped_nbytes, dry_run)
     if dry_run:
         click.echo("Nothing was written (--dry-run). The size is a prediction, rounded up.")
         click.echo(f"While it is written, the same {size(result.store_nbytes)} lie beside DST.")
@@ -121,12 +121,12 @@ def slim_command(
         click.echo("Read back and checked. `slimckpt verify --against` says if SRC can go.")
 
 
-def _show_dropped(dropped: Sequence[DroppedTensor], every: bool) -> None:
+def _show_dropped(dropped: Sequence[DroppedTensor], nbytes: int, every: bool) -> None:
     """What is left out; with ``every``, each tensor, those that several files have joined."""
     files = len({tensor.file for tensor in dropped})
     kinds = ", ".join(sorted({tensor.category for tensor in dropped}))
     click.echo(
-        f"  dropped: {count(len(dropped), 'tensor')}, {size(sum(t.nbytes for t in dropped))}"
+        f"  dropped: {count(len(dropped), 'tensor')}, {size(nbytes)}"
         f" ({kinds}); {count(files, 'file')} cannot be restored any more"
     )
     if not every:
@@ -135,8 +135,8 @@ def _show_dropped(dropped: Sequence[DroppedTensor], every: bool) -> None:
     for tensor in dropped:
         key: tuple[str, ...] = (tensor.name, tensor.category, tensor.dtype, str(list(tensor.shape)))
         joined.setdefault(key, []).append(tensor)
-    rows: list[Sequence[str]] = [["dropped", "category", "dtype", "shape", "size", "from"]]
+    rows: list[Sequence[str]] = [["dropped", "category", "dtype", "shape", "each", "from"]]
     for key, tensors in joined.items():
         more = f" and {len(tensors) - 1} more" if len(tensors) > 1 else ""
-        rows.append([*key, size(sum(t.nbytes for t in tensors)), tensors[0].file + more])
+        rows.append([*key, size(tensors[0].nbytes), tensors[0].file + more])
     click.echo(table(rows, left=(0, 1, 2, 3, 5)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from slimckpt.analysis.categories import CATEGORIES, categorize
+from slimckpt.analysis.categories import CATEGORIES, categorize, unmatched
 from slimckpt.analysis.dropping import (
     Codes,
     Drop,
@@ -37,10 +37,11 @@ from slimckpt.sources.digest import Digests, default_jobs
 
 @dataclass(frozen=True, slots=True)
 class DroppedTensor:
-    """A tensor that is left out. ``nbytes`` are its own."""
+    """A tensor that is left out. ``nbytes`` are its own, decoded; ``path`` is its exact path."""
 
     file: str
     name: str
+    path: str
     category: str
     dtype: str
     shape: tuple[int, ...]
@@ -51,7 +52,8 @@ class DroppedTensor:
 class SlimResult:
     """What ``slim`` did, or with ``dry_run`` would do. Sizes in bytes.
 
-    ``store_nbytes`` is measured once the store is written, else predicted.
+    ``store_nbytes`` is measured once the store is written, else predicted. ``dropped_nbytes`` is
+    what dropped tensors take in the files.
     """
 
     source_nbytes: int
@@ -61,6 +63,7 @@ class SlimResult:
     rewritten: int
     dry_run: bool
     dropped: list[DroppedTensor] = field(default_factory=list)
+    dropped_nbytes: int = 0
     kept_whole: list[tuple[str, str]] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -143,6 +146,7 @@ def slim(
         try:
             prepared = prepare(tree, executor, min_saving, strict, progress, wanted, categories)
             result = _result(prepared, dry_run)
+            result.warnings += unmatched(prepared.bodies.catalog.table, categories)
             _refuse_what_does_not_fit(prepared.plan, target)
             if not dry_run:
                 with workplace(target) as work:
@@ -175,7 +179,7 @@ def prepare(
     codes = categorize(catalog.table, categories)
     droppable = may_drop(bodies, drop, codes)
     sharing = decide(bodies, sample(bodies, executor), min_saving, droppable)
-    refuse_last_copies(bodies, sharing, codes)  # at once, as far as samples tell
+    refuse_last_copies(bodies, sharing, codes, by_bytes=False)
     if min_saving > 0 and not sharing.rewritten.any():
         raise NothingToGainError(_why_nothing(bodies, sharing, min_saving))
     digests = Digests(bodies.nbytes)
@@ -184,7 +188,7 @@ def prepare(
     progress.start("hashing", int(bodies.sizes[wanted].sum()))
     hash_files(bodies, wanted, executor, digests, progress.advance)
     sharing = decide(bodies, digests, min_saving, droppable)
-    refuse_last_copies(bodies, sharing, codes)
+    refuse_last_copies(bodies, sharing, codes, by_bytes=True)
     plan = make_plan(tree, bodies, sharing, codes)
     if min_saving > 0:
         total = int(bodies.sizes.sum())
@@ -229,6 +233,7 @@ def _result(prepared: Prepared, dry_run: bool) -> SlimResult:
         dry_run,
     )
     result.dropped = _dropped(prepared)
+    result.dropped_nbytes = int(prepared.bodies.nbytes[prepared.sharing.dropped].sum())
     for number in plan.whole:
         reason = files[number].problem or "too little of it is shared"
         result.kept_whole.append((files[number].label, reason))
@@ -258,6 +263,7 @@ def _dropped(prepared: Prepared) -> list[DroppedTensor]:
         found.append(
             DroppedTensor(
                 catalog.files[number].label,
+                tensor.name,
                 tensor.path,
                 CATEGORIES[prepared.codes[row]],
                 tensor.dtype,
