@@ -11,7 +11,8 @@ are saved in) or at its end: ``momentum_encoder.layer.weight`` is a weight, and 
 - PyTorch: ``optimizer.state.3.exp_avg``; DCP ``optim.state.wte.weight.exp_avg``; bitsandbytes
   ``state1``, ``absmax1``, ``qmap1``; torchao ``exp_avg.codes``.
 - Megatron-LM: ``optimizer.fp32_from_fp16_params.0.1``; torch_dist
-  ``optimizer.state.fp32_param.<parameter>``; flat buckets
+  ``optimizer.state.fp32_param.<parameter>``, ``chained_0.optimizer.state.param.<parameter>``
+  (fully reshardable); flat buckets
   ``chained_0.optimizer.distributed.dp_group_idx_0.gbuf_idx_0.….bucket_idx_0.exp_avg``, whose
   ``.param`` is the fp32 master.
 - DeepSpeed: ``optimizer_state_dict.base_optimizer_state.state.0.exp_avg``,
@@ -165,6 +166,9 @@ def state_of(name: str) -> State | None:
             return State(STEP, parameter(first, end), named=False)
         if segments[first - 1] == "vars" and leaf.isdigit() and first == end:
             return State(MOMENT, "", named=False)
+        if front == "param":
+            owner = parameter(first + 1, stop)
+            return State(MASTER, owner, owner)
     maybe = _INSIDE if inside else _MAYBE
     claims = [(maybe, front, first + 1, stop), (maybe, leaf, first, end)]
     if not optimizer and leaf == "param" and end:
