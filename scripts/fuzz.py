@@ -23,6 +23,7 @@ import sys
 import time
 import traceback
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -51,6 +52,9 @@ SECONDS = 5
 MEMORY = 500 * 1000 * 1000
 LARGEST = 1_000_000
 """Bytes of an input, to which the limits above belong."""
+BROKEN = (zipfile.BadZipFile, zlib.error, struct.error, ValueError, LookupError, OSError, EOFError,
+          RuntimeError, StopIteration, OverflowError, MemoryError)  # fmt: skip
+"""What Python's own readers raise for files that are damaged."""
 OPCODES = {op.code.encode("latin-1"): op for op in pickletools.opcodes}
 NUMBERS = [
     0,
@@ -185,7 +189,7 @@ class Mutator:
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
                 members = {about.filename: archive.read(about) for about in archive.infolist()}
-        except Exception:
+        except BROKEN:
             return self._bytes(data)
         for name in list(members):
             if name.endswith("/data.pkl"):
@@ -200,14 +204,14 @@ class Mutator:
         return torch_zip(members, deflated)
 
     def opcodes(self, data: bytes) -> list[bytes]:
-        """The opcodes of a pickle with their arguments; the rest in one piece where it is broken."""
+        """The opcodes of a pickle with their arguments; what is broken is in one piece."""
         found = self.steps.get(data)
         if found is None:
-            starts = []
-            try:
-                starts += [at for _, _, at in pickletools.genops(data) if at is not None]
-            except Exception:
-                starts = starts or [0]
+            starts: list[int] = []
+            with contextlib.suppress(*BROKEN):
+                for _, _, at in pickletools.genops(data):
+                    starts.append(at or 0)
+            starts = starts or [0]
             ends = [*starts[1:], len(data)]
             found = [data[a:b] for a, b in zip(starts, ends, strict=True)]
             if len(data) < 50_000 and len(self.steps) < 2000:
@@ -275,7 +279,7 @@ def _pickle_of(data: bytes) -> bytes:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return next(archive.read(n) for n in archive.namelist() if n.endswith("data.pkl"))
-    except Exception:
+    except BROKEN:
         return pickle.dumps(None)
 
 

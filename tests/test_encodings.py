@@ -203,3 +203,48 @@ def test_more_encodings_than_16_bits_count_survive_a_merge() -> None:
     table = Table.concatenate(tables)
     for row in (0, 49_999, 50_000, 70_000, 99_999):
         assert table.tensor(row).encoding == f"deflate:{row}"
+
+
+@given(BYTES)
+def test_bytes_that_a_pickle_holds_as_text_come_back(body: bytes) -> None:
+    text = body.decode("latin-1").encode("utf-8")
+    assert decode(f"latin-1-as-utf-8:{len(body)}", text) == body
+
+
+@given(BYTES, st.integers(-3, 3).filter(bool))
+def test_text_of_another_length_is_damage(body: bytes, off: int) -> None:
+    text = body.decode("latin-1").encode("utf-8")
+    with pytest.raises(DamagedFileError, match=f"{len(body)} characters, expected"):
+        decode(f"latin-1-as-utf-8:{len(body) + off}", text)
+
+
+@pytest.mark.parametrize("text", [b"\xff", b"\xc3", "Ā".encode(), b"\xed\xa0\x80"])
+def test_text_that_is_no_bytes_is_damage(text: bytes) -> None:
+    with pytest.raises(DamagedFileError, match="its bytes, which are text, are damaged"):
+        decode("latin-1-as-utf-8:1", text)
+
+
+@pytest.mark.parametrize("dtype", ["<f2", "<f4", "<f8"])
+@given(st.lists(st.floats(width=16), max_size=20))
+def test_marked_numbers_are_negated_bit_by_bit(dtype: str, values: list[float]) -> None:
+    numbers = np.array(values, dtype)
+    before = numbers.tobytes()
+    assert decode(f"neg:{numbers.itemsize}", before) == np.negative(numbers).tobytes()
+    assert numbers.tobytes() == before
+
+
+@pytest.mark.parametrize("dtype", ["<c8", "<c16"])
+@given(st.lists(st.complex_numbers(max_magnitude=1e30), max_size=20))
+def test_marked_numbers_are_conjugated_or_negated(dtype: str, values: list[complex]) -> None:
+    numbers = np.array(values, dtype)
+    width = numbers.itemsize // 2
+    assert decode(f"conj:{width}", numbers.tobytes()) == np.conjugate(numbers).tobytes()
+    assert decode(f"neg:{width}", numbers.tobytes()) == np.negative(numbers).tobytes()
+
+
+def test_numbers_that_are_read_only_are_not_changed_where_they_lie() -> None:
+    data = np.arange(4, dtype="<f4").view(np.uint8)
+    data.flags.writeable = False
+    found = decoder("neg:4")(data, (16,))
+    assert found.view("<f4").tolist() == [0, -1, -2, -3]
+    assert data.view("<f4").tolist() == [0, 1, 2, 3]

@@ -112,9 +112,18 @@ _ENCODE = Global("_codecs", "encode")
 _MISSING = object()
 
 
+def keys_of(node: Any) -> list[Any]:
+    """The keys of a dict, or of an object that is one; none of anything else."""
+    return list((node if type(node) is Dict else node.flat)[::2]) if _has_pairs(node) else []
+
+
+def _has_pairs(node: Any) -> bool:
+    return type(node) in (Dict, Call)
+
+
 def pairs_of(node: Any) -> list[tuple[Any, Any]]:
     """The pairs of a dict, or of an object that is one; none of anything else."""
-    return list(node.pairs) if type(node) in (Dict, Call) else []
+    return list(node.pairs) if _has_pairs(node) else []
 
 
 def fields_of(node: Any) -> dict[str, Any]:

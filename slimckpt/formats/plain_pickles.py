@@ -19,7 +19,15 @@ from slimckpt.formats.located import Home, Inside, Located
 from slimckpt.formats.numpy_arrays import LATIN_1, Array, Shape, array_of, is_shape
 from slimckpt.formats.objects import ITEM
 from slimckpt.formats.paddle_metadata import PADDLE, is_paddle_metadata
-from slimckpt.formats.pickles import OPCODES, Call, Dict, PickleReader, pairs_of, uncollected
+from slimckpt.formats.pickles import (
+    OPCODES,
+    Call,
+    Dict,
+    PickleReader,
+    keys_of,
+    pairs_of,
+    uncollected,
+)
 from slimckpt.formats.torch_files import LEGACY, archived
 from slimckpt.formats.torch_tensors import Storage
 from slimckpt.model import RAW, TableBuilder
@@ -66,7 +74,7 @@ def _locate(source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         table, reader, _no_storage(source), inside, archived(inside), arrays=finder.array_of
     )
     for number, root in enumerate(roots):
-        finder.state_dict = _is_state_dict(root)
+        finder.state_dict = _NAMES in keys_of(root)
         joined = _joined(root, finder, inside)
         located.add(root, [(number, ITEM)] if len(roots) > 1 else [])
         for name, shape, first in joined:
@@ -101,6 +109,8 @@ def _joined(root: Any, finder: _Arrays, inside: Inside) -> list[tuple[str, Shape
     Their pieces become one payload: each is a tensor of it, and so is the whole. Returns name,
     shape and first piece of each, all bytes of the whole counted to that.
     """
+    if _CUT not in keys_of(root):
+        return []
     pairs = {key: value for key, value in pairs_of(root) if type(key) is str}
     found, used = [], set()
     for name, entry in pairs_of(pairs.get(_CUT)):
@@ -147,11 +157,6 @@ def _wrapped(node: Any) -> Any:
     if node.is_a(*_EVAL) and len(node.args) == 2 and type(node.args[1]) is Dict:
         return next((value for key, value in node.args[1].pairs if key == "data"), None)
     return None
-
-
-def _is_state_dict(root: Any) -> bool:
-    pairs = root.pairs if type(root) in (Dict, Call) else []
-    return any(key == _NAMES for key, _ in pairs if type(key) is str)
 
 
 def _no_storage(source: ByteSource) -> Any:
