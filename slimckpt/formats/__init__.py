@@ -1,10 +1,12 @@
 """Container formats: detection by content, never by suffix. A new format is one module.
 
-:data:`FORMATS` is asked in order; the first that matches locates.
+:data:`FORMATS` is asked in order; the first that matches locates. Where none does, they are asked
+again to look further inside.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any, NamedTuple
 
 from slimckpt.errors import (
@@ -57,9 +59,9 @@ def examine(source: ByteSource) -> Found:
     with the reason as its ``problem``, and so on (law 7).
     """
     head = source.read(0, min(HEAD, source.size))
-    for candidate in FORMATS:
-        if not candidate.matches(head, source.size):
-            continue
+    matching = (candidate for candidate in FORMATS if candidate.matches(head, source.size))
+    inside = (candidate for candidate in FORMATS if candidate.found_inside(source))
+    for candidate in chain(matching, inside):
         builder = TableBuilder()
         try:
             facts = candidate.locate(source, builder)

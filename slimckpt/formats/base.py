@@ -24,6 +24,13 @@ class Format(ABC):
         """Whether a file of ``size`` bytes that starts with ``head`` (up to 4 KiB) is of this
         format: cheap, and true also for a damaged or encrypted one that is recognisable."""
 
+    def found_inside(self, source: ByteSource) -> bool:
+        """Whether a file that no format matched is of this one after all, seen further inside.
+
+        Reads little; what cannot be read is none.
+        """
+        return False
+
     @abstractmethod
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         """Add every payload and tensor of the file to ``table``.

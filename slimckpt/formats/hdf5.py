@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from slimckpt.dtypes import OPAQUE
+from slimckpt.errors import DamagedFileError
 from slimckpt.formats.base import Format
 from slimckpt.formats.hdf5_chunks import Chunk, grid_of, read_chunks
 from slimckpt.formats.hdf5_file import (
@@ -23,6 +24,7 @@ from slimckpt.formats.hdf5_file import (
     SIGNATURE,
     SYMBOL_TABLE,
     Hdf5File,
+    signature_at,
 )
 from slimckpt.formats.hdf5_links import HARD, SOFT, Link, read_links
 from slimckpt.formats.hdf5_messages import CHUNKED, COMPACT, Dataset, read_dataset
@@ -40,23 +42,32 @@ _MAX_HOPS = 16
 
 
 class Hdf5(Format):
-    """Keras' ``.weights.h5``, MATLAB's ``.mat`` 7.3, whatever h5py wrote.
-
-    A user block may have 512, 1024 or 2048 bytes; behind a longer one the file is not recognised.
-    """
+    """Keras' ``.weights.h5``, MATLAB's ``.mat`` 7.3, whatever h5py wrote."""
 
     name = "hdf5"
 
     def matches(self, head: bytes, size: int) -> bool:
         for at in (0, 512, 1024, 2048):
             if head[at : at + 8] == SIGNATURE:
-                version = head[at + 8 : at + 9]
-                sizes = head[at + 13 : at + 15] if version in (b"\0", b"\1") else head[at + 9 :][:2]
-                return len(sizes) == 2 and set(sizes) <= {2, 4, 8}
+                return _is_superblock(head[at : at + 16])
         return False
+
+    def found_inside(self, source: ByteSource) -> bool:
+        """Behind a user block of 4096, 8192... bytes."""
+        try:
+            at = signature_at(source, 0, source.size)
+        except DamagedFileError:
+            return False
+        return _is_superblock(source.read(at, min(16, source.size - at)))
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         return locate_hdf5(source, table, 0, source.size)
+
+
+def _is_superblock(head: bytes) -> bool:
+    """Whether what a signature starts says sizes that there are."""
+    sizes = head[13:15] if head[8:9] in (b"\0", b"\1") else head[9:11]
+    return len(sizes) == 2 and set(sizes) <= {2, 4, 8}
 
 
 def locate_hdf5(

@@ -12,7 +12,7 @@ from slimckpt.errors import NotUnderstoodError
 from slimckpt.formats.base import Format
 from slimckpt.formats.hdf5 import locate_hdf5
 from slimckpt.formats.npz import add_opaque
-from slimckpt.formats.zips import STORED, check_members, first_name, read_members
+from slimckpt.formats.zips import STORED, check_members, first_name, names_inside, read_members
 from slimckpt.model import TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
@@ -26,6 +26,9 @@ class Keras(Format):
 
     def matches(self, head: bytes, size: int) -> bool:
         return first_name(head) in [name.encode() for name in _JSON]
+
+    def found_inside(self, source: ByteSource) -> bool:
+        return set(_JSON) <= set(names_inside(source))
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         members = read_members(source)

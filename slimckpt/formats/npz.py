@@ -16,6 +16,7 @@ from slimckpt.formats.zips import (
     check_members,
     decoded_head,
     first_name,
+    names_inside,
     read_members,
 )
 from slimckpt.model import RAW, TableBuilder
@@ -28,7 +29,8 @@ _EMPTY_NBYTES = 22
 class Npz(Format):
     """What ``numpy.savez`` and ``savez_compressed`` write.
 
-    It is told by its first member. An archive without any is what ``savez`` makes of no arrays.
+    It is told by its first member that is no directory. An archive without any is what ``savez``
+    makes of no arrays.
     """
 
     name = "npz"
@@ -37,6 +39,9 @@ class Npz(Format):
         if head.startswith(END):
             return size == _EMPTY_NBYTES and not any(head[4:])
         return first_name(head).endswith(_SUFFIX.encode())
+
+    def found_inside(self, source: ByteSource) -> bool:
+        return any(name.endswith(_SUFFIX) for name in names_inside(source)[:1])
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         # A kilobyte of the file may become a megabyte of header.
@@ -48,7 +53,7 @@ class Npz(Format):
                     raise NotUnderstoodError(
                         f"{source.label}: headers of numpy are longer than the file many times over"
                     )
-            else:
+            elif not member.name.endswith("/"):
                 add_opaque(table, member, "member")
         return {}
 

@@ -66,6 +66,17 @@ def first_name(head: bytes) -> bytes:
     return head[_LOCAL.size :][: _LOCAL.unpack_from(head)[9]]
 
 
+def names_inside(source: ByteSource) -> list[str]:
+    """Names of the members of a file that starts as an archive does and is a sound one, without
+    directories; else nothing."""
+    try:
+        if source.read(0, min(len(LOCAL), source.size)) != LOCAL:
+            return []
+        return [m.name for m in read_members(source) if not m.name.endswith("/")]
+    except (DamagedFileError, NotUnderstoodError, RefusedFileError):
+        return []
+
+
 def archive_start(source: ByteSource, end: int) -> int:
     """Where the archive that ends at ``end`` begins: several may follow each other in a file."""
     directory = _find_directory(source, end)

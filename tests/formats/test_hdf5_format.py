@@ -149,7 +149,7 @@ class TestHdf5(FormatTests):
                 assert truth_found(example.data + tail, found) == example.tensors, name
 
 
-@pytest.mark.parametrize("user_block", [0, 512, 1024, 2048])
+@pytest.mark.parametrize("user_block", [0, 512, 1024, 2048, 4096, 1 << 20])
 @pytest.mark.parametrize("libver", LIBVERS)
 def test_every_file_format_bound_is_read_as_h5py_reads_it(libver: str, user_block: int) -> None:
     random = np.random.default_rng(1)
@@ -178,6 +178,18 @@ def test_every_file_format_bound_is_read_as_h5py_reads_it(libver: str, user_bloc
     assert agrees_with_h5py(data) == 2 * len(SPELLING) - 3 + 66
     facts = understood(data).facts
     assert facts.get("user_block", 0) == user_block
+
+
+def test_a_signature_far_inside_is_looked_for_where_it_may_be_and_little_is_read() -> None:
+    data = hdf5_file(lambda file: file.update({"w": W}))
+    far = BytesSource(bytes(1 << 20) + data)
+    assert truth_found(far.data, examine(far)) == [truth_of("w", W)]
+    for before in (4095, 3 * 4096, (1 << 20) - 512):
+        none = BytesSource(bytes(before) + data)
+        assert examine(none).format == "unknown"
+        assert none.nbytes_read < 5000
+    assert examine(BytesSource(bytes(4096) + data[:8])).format == "unknown"
+    assert examine(BytesSource(bytes(4096) + data[:8] + bytes(99))).format == "unknown"
 
 
 CHUNKS: dict[str, tuple[tuple[int, ...], tuple[int, ...], Any]] = {

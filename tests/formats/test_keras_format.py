@@ -83,6 +83,25 @@ def test_an_archive_that_only_starts_like_one_is_not_understood() -> None:
     assert (found.format, found.condition) == ("keras", "opaque")
 
 
+def test_members_may_lie_in_any_order() -> None:
+    members = {"assets/": b"", "assets/words.txt": b"a", "model.weights.h5": weights(), **ABOUT}
+    data = zip_file(members)
+    found = examine(BytesSource(data))
+    assert (found.format, found.condition) == ("keras", "understood")
+    assert truth_found(data, found) == [truth_of("layers/up/vars/0", W)]
+
+
+def test_other_archives_are_none_even_where_they_are_cut() -> None:
+    for members in (
+        {"a.txt": b"", "config.json": b"{}"},
+        {"a.txt": b"", "b.npy": b""},
+        {"a/": b""},
+    ):
+        data = zip_file(members)
+        assert examine(BytesSource(data)).format == "unknown"
+        assert examine(BytesSource(data[:-1])).format == "unknown"
+
+
 def test_every_member_is_checked_by_its_checksum() -> None:
     for name in expected("keras_adam")["files"]:
         if name.endswith(".keras"):

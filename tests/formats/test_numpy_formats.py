@@ -311,6 +311,13 @@ def test_a_deflated_header_that_says_gigabytes_is_not_decoded() -> None:
     assert found.condition == "opaque" and "a header of 3221225484 bytes" in (found.problem or "")
 
 
+def test_an_archive_may_start_with_its_directories() -> None:
+    data = zip_file({"layer/": b"", "layer/w.npy": npy(ROWS)})
+    found = locate(data)
+    assert found.format == "npz"
+    assert truth_found(data, found) == [truth("layer/w", ROWS, "layer/w.npy")]
+
+
 def test_a_member_of_another_compression_is_kept_as_it_is() -> None:
     memory = io.BytesIO()
     with zipfile.ZipFile(memory, "w") as archive:
