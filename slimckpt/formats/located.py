@@ -149,7 +149,7 @@ class Located:
         if encoding != RAW:
             if home.encoding != RAW or self.big_endian:
                 raise NotUnderstoodError(
-                    f"{self.label}: tensor {name!a} is marked {encoding} in a storage that is"
+                    f"{self.label}: tensor {name[:200]!a} is marked {encoding} in a storage that is"
                     " itself encoded; the file is kept as a whole"
                 )
             home = home._replace(encoding=encoding)
@@ -168,8 +168,8 @@ class Located:
                 home = home._replace(nbytes=array.nbytes, encoding=array.encoding)
             elif array.encoding != RAW and not home.encoding.startswith(LATIN_1):
                 raise NotUnderstoodError(
-                    f"{self.label}: array {name!a} is text in a pickle that is itself encoded; the"
-                    " file is kept as a whole"
+                    f"{self.label}: array {name[:200]!a} is text in a pickle that is itself encoded;"
+                    " the file is kept as a whole"
                 )
         itemsize = array.nbytes // max(math.prod(array.shape), 1)
         self._row(
@@ -204,8 +204,8 @@ class Located:
         start = home.offset + offset
         if nbytes and (offset + low < 0 or start + high > home.nbytes):
             raise DamagedFileError(
-                f"{self.label}: tensor {name!a} takes bytes {offset + low} to {offset + high} of a"
-                f" storage of {home.nbytes - home.offset}; the file looks damaged"
+                f"{self.label}: tensor {name[:200]!a} takes bytes {offset + low} to {offset + high}"
+                f" of a storage of {home.nbytes - home.offset}; the file looks damaged"
             )
         self.table.tensor(
             name,

@@ -153,7 +153,9 @@ def _parts(node: Any) -> Iterator[Part]:
         yield from _items(node.items, MEMBER)
     elif type(node) is Call:
         if type(node.args) is tuple:
-            yield from _items(node.args, ITEM if node.new else ARGUMENT)
+            yield from _items(node.args, ITEM if node.new and not node.items else ARGUMENT)
+        if type(node.kwargs) is Dict:
+            yield from _pairs(node.kwargs.pairs, ARGUMENT)
         yield from _items(node.items, ITEM)
         yield from _pairs(node.pairs, ITEM)
         for state in node.state if type(node.state) is tuple else (node.state,):

@@ -121,7 +121,7 @@ def _joined(root: Any, finder: _Arrays, inside: Inside) -> list[tuple[str, Shape
         for piece in names:
             if type(piece) is not str or piece in used:
                 raise DamagedFileError(
-                    f"{inside.source.label}: the pieces of tensor {name!a} are not its own"
+                    f"{inside.source.label}: the pieces of tensor {name[:64]!a} are not its own"
                 )
             used.add(piece)
         pieces = [finder.array_of(pairs.get(piece)) for piece in names]
@@ -162,7 +162,7 @@ def _wrapped(node: Any) -> Any:
 def _no_storage(source: ByteSource) -> Any:
     def refuse(storage: Storage) -> Home:
         raise DamagedFileError(
-            f"{source.label}: refers to storage {storage.key} of torch, which a plain pickle"
+            f"{source.label}: refers to storage {storage.key[:64]!a} of torch, which a plain pickle"
             " does not hold"
         )
 

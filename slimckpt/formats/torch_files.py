@@ -239,10 +239,12 @@ def _read_legacy(source: ByteSource) -> _Legacy:
             damaged(f"storage {key[:64] if type(key) is str else type(key)!a} is of no tensor")
         (count,) = struct.unpack("<q", source.read(at, 8))
         if count != storage.elements:
-            damaged(f"storage {key!a} has {count} elements, expected {storage.elements}")
+            damaged(f"storage {key[:64]!a} has {count} elements, expected {storage.elements}")
         at += 8
         if storage.nbytes > source.size - at:
-            damaged(f"{source.size - at} bytes are left where storage {key!a} has {storage.nbytes}")
+            damaged(
+                f"{source.size - at} bytes are left where storage {key[:64]!a} has {storage.nbytes}"
+            )
         spans[key] = (at, storage.nbytes)
         at += storage.nbytes
     if at != source.size:

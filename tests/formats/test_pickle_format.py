@@ -215,7 +215,9 @@ def test_a_storage_of_torch_is_not_in_a_plain_pickle() -> None:
     tensor = rebuilt(Storage("0", "FloatStorage", bytes(16), 4), (4,), (1,))
     found = examine(BytesSource(pickled({"x": tensor}, 4)[0]))
     assert found.condition == "damaged"
-    assert "refers to storage 0 of torch, which a plain pickle does not hold" in str(found.problem)
+    assert "refers to storage '0' of torch, which a plain pickle does not hold" in str(
+        found.problem
+    )
 
 
 def test_metadata_with_nonsense_in_it_is_an_error_of_ours() -> None:

@@ -436,12 +436,16 @@ CORNER_CASES: dict[str, tuple[Any, list[Truth]]] = {
             pairs={"k": dense("2", [2])}, state=({"a": dense("3", [3])}, {"b": dense("4", [4])}),
         ),
         [
-            f32("x.0", ROWS, "['x'][0]"),
+            f32("x.0", ROWS, "['x'](0)"),
             f32("x.0", [1], "['x'][0]"),
             f32("x.k", [2], "['x']['k']"),
             f32("x.a", [3], "['x'].a"),
             f32("x.b", [4], "['x'].b"),
         ],
+    ),
+    "in what a named tuple and its like are made of": (
+        Made(Symbol("my", "Pair"), (dense(), 1), new=True, kwargs={"k": dense("1", [1])}),
+        [f32("x.0", ROWS, "['x'][0]"), f32("x.k", [1], "['x'](k)")],
     ),
     "in the arguments of what is not known": (
         Made(Symbol("my", "make"), ([dense()],), state=[dense("1", [1])]),
@@ -571,6 +575,15 @@ def _lie(tensor: Any, **changed: bytes | None) -> bytes:
 def test_a_file_that_contradicts_itself_is_damaged_and_says_how(data: bytes, words: str) -> None:
     problem = problem_of(data)
     assert words in problem and problem.startswith("it: ")
+
+
+def test_a_tensor_deeper_than_any_name_is_not_understood() -> None:
+    members = saved_members(dense())
+    body = members["archive/data.pkl"][2:-1]
+    members["archive/data.pkl"] = b"\x80\2" + b"]" * 600 + body + b"a" * 600 + b"."
+    found = examine(BytesSource(torch_zip(members)))
+    assert (found.condition, found.table.n_tensors) == ("opaque", 0)
+    assert "has objects too deep; it is kept as a whole" in str(found.problem)
 
 
 def test_a_number_that_no_file_has_is_no_tensor() -> None:
