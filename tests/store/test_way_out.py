@@ -747,6 +747,26 @@ def test_a_container_of_another_size_or_missing_is_damage(store: Path, out: Path
     assert run(store, out, "--file", "docs/*").returncode == 0
 
 
+def test_a_container_cut_behind_the_index_that_alone_is_used_is_no_damage(
+    tmp_path: Path, out: Path
+) -> None:
+    """As for ``slimckpt restore``: digests prove the index, sizes stand for contents."""
+    made = sample()
+    index = entry_of(made, ODD)["index"]
+    (part,) = (part for part in made.parts if part.step == 5)
+    name = part.containers[index["container"]]
+    made.put(name, b"what nobody needs")
+    store = made.write(tmp_path / "store")
+    end = index["offset"] + index["nbytes"]
+    os.truncate(store / name, end)
+    for check in ((), ("--check",)):
+        assert run(store, out, *check).returncode == 0
+        assert observed(out) == EVERYTHING.truth
+        shutil.rmtree(out)
+    os.truncate(store / name, end - 1)
+    assert_refused(run(store, out), out, 1, name)
+
+
 def test_a_whole_file_of_another_size_is_damage_and_of_another_time_is_said(
     store: Path, out: Path
 ) -> None:
