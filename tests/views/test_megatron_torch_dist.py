@@ -133,3 +133,21 @@ def test_parameters_are_those_of_the_model_in_memory(ckpt: slimckpt.Checkpoint) 
                     ]
                 )
             )
+
+
+def test_gathered_states_hold_the_slices_of_every_distributed_optimizer(
+    ckpt: slimckpt.Checkpoint,
+) -> None:
+    """Megatron gathers them before it saves in this format; what each rank held is in it."""
+    step, name = ckpt.step(2, run="fully_reshardable"), "embedding.word_embeddings.weight"
+    elements = 0
+    for rank, truth in enumerate(TRUTH):
+        rows = slice(32 * (rank % 2), 32 * (rank % 2 + 1))
+        for part in (part for part in truth["optimizer"] if part["parameter"] == name):
+            start = part["start_in_parameter"]
+            for state, sha256 in part["sha256"].items():
+                whole = step.tensor(f"chained_0.optimizer.state.{state}.{name}")
+                found = whole[rows].reshape(-1)[start : start + part["numel"]]
+                assert hashed(found) == sha256, (rank, state)
+                elements += found.size
+    assert elements == 3 * 64 * 16
