@@ -1,7 +1,8 @@
-"""What another file of the same directory says of a file's tensors.
+"""What a file's name, and another file of the same directory, say of its tensors.
 
-The items of torch's ``.distcp`` files have no names of their own: the ``.metadata`` beside them has
-them. Paddle writes float8 as int8: the ``N.metadata`` beside its ``R_N.distcp`` says which it is.
+The array of a ``.npy`` file has no name in it: it gets the file's. The items of torch's ``.distcp``
+files have none of their own: the ``.metadata`` beside them has them. Paddle writes float8 as int8:
+the ``N.metadata`` beside its ``R_N.distcp`` says which it is.
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ _FLOAT8 = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}
 
 
 def completed(found: Found, path: bytes) -> Found:
-    """A file's tensors with the names and dtypes that the metadata beside the file at ``path``
-    gives them.
+    """A file's tensors with the names and dtypes that ``path``, and the metadata beside the file
+    there, give them.
 
     Where there is none, or it does not describe this file, they stay as they are.
     """
     directory, name = os.path.split(path)
+    if found.format == "npy" and found.table.n_tensors == 1:
+        stem = os.path.splitext(name)[0].decode("utf-8", "backslashreplace")
+        return found._replace(table=found.table.renamed([stem]))
     match = _DISTCP.fullmatch(name)
     if match is None:
         return found

@@ -73,7 +73,8 @@ class Array(NamedTuple):
 
 
 class Npy(Format):
-    """One array in a file. It has no name there; it gets numpy's for arrays without one."""
+    """One array in a file. It has no name there; it gets numpy's for arrays without one, until the
+    file's name is known."""
 
     name = "npy"
     tensor = "arr_0"

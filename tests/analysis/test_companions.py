@@ -1,5 +1,6 @@
 """Names and dtypes that the metadata beside a file gives its tensors."""
 
+import os
 import pickle
 import shutil
 import sys
@@ -35,6 +36,33 @@ def paddle(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
         monkeypatch.setitem(sys.modules, ".".join(parts[:at]), ModuleType(parts[at - 1]))
     monkeypatch.setitem(sys.modules, MODULE, module)
     yield module
+
+
+def test_arrays_in_npy_files_have_the_names_of_their_files(tmp_path: Path) -> None:
+    place, arrays = tmp_path / "run", {}
+    for rank in (0, 1):
+        (place / f"rank_{rank}").mkdir(parents=True)
+        arrays[rank] = {
+            "w": np.arange(2000.0),
+            "layer.0.bias": np.arange(9.0) + rank,
+            "b\\xff": np.ones(3, "f4"),
+            "no suffix": np.float64(rank),
+        }
+        for name, array in arrays[rank].items():
+            suffix = "" if name == "no suffix" else ".npy"
+            file = name.replace("\\xff", os.fsdecode(b"\xff")) + suffix
+            with (place / f"rank_{rank}" / file).open("wb") as opened:
+                np.save(opened, array)
+    slim(place, tmp_path / "store", min_saving=0)
+    for where in (place, tmp_path / "store"):
+        with slimckpt.open(where) as ckpt:
+            for rank in (0, 1):
+                found = dict(ckpt.rank(rank))
+                assert found.keys() == arrays[rank].keys()
+                for name, array in arrays[rank].items():
+                    np.testing.assert_array_equal(found[name], array)
+            file = ckpt.files["rank_1/w.npy"]
+            assert (list(file), list(file.by_path)) == (["w"], ["arr_0"])
 
 
 def test_float8_of_paddle_is_told_by_its_metadata(paddle: ModuleType, tmp_path: Path) -> None:

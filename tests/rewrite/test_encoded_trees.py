@@ -89,7 +89,7 @@ def store(tree: Path) -> Path:
 def read(path: Path) -> Iterator[tuple[str, np.ndarray]]:
     """Every array of a file, by numpy or h5py."""
     if path.suffix == ".npy":
-        yield "arr_0", np.load(path)
+        yield path.stem, np.load(path)
     elif path.suffix == ".npz":
         with np.load(path) as archive:
             yield from ((name, archive[name]) for name in archive.files)
