@@ -96,8 +96,10 @@ class Hdf5File:
         self.source = source
         self.subject: tuple[str, bytes] | None = None
         self._in_shared = False
-        # Links and headers may lead to the same bytes again, but not for ever.
-        self._room = 16 * (stop - start) + _MAX_BLOCK
+        self._committed: dict[int | None, list[Message]] = {}
+        # Links and headers may lead to the same bytes again, but not for ever; honest files are
+        # read once and a little more. An archive may hold many that are small.
+        self._room = 16 * (stop - start) + 64 * 1024
         self._unclaimed = stop - start
         self.base = self.stop = 0
         self.address_nbytes = self.length_nbytes = 8
@@ -297,11 +299,14 @@ class Hdf5File:
             raise self.damaged("a shared message is itself shared")
         self._in_shared = True
         try:
-            for found, body in self.messages(cursor.address()):
-                if found == kind:
-                    return body
+            address = cursor.address()
+            if address not in self._committed:
+                self._committed[address] = self.messages(address)
         finally:
             self._in_shared = False
+        for found, body in self._committed[address]:
+            if found == kind:
+                return Cursor(self, body.data, body.offset)
         raise self.damaged("a shared message is not where it should be")
 
 
