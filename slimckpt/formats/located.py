@@ -168,8 +168,8 @@ class Located:
                 home = home._replace(nbytes=array.nbytes, encoding=array.encoding)
             elif array.encoding != RAW and not home.encoding.startswith(LATIN_1):
                 raise NotUnderstoodError(
-                    f"{self.label}: array {name[:200]!a} is text in a pickle that is itself encoded;"
-                    " the file is kept as a whole"
+                    f"{self.label}: array {name[:200]!a} is text in a pickle that is itself"
+                    " encoded; the file is kept as a whole"
                 )
         itemsize = array.nbytes // max(math.prod(array.shape), 1)
         self._row(

@@ -29,6 +29,8 @@ _CHUNK = 1 << 16
 _ARGUMENT = 8
 """Bytes that an opcode's fixed argument has at most."""
 _MAX_HOLES = 1 << 16
+_GETS, _PUTS = b"hj", b"qr"
+"""BINGET and LONG_BINGET, BINPUT and LONG_BINPUT."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +239,8 @@ class PickleReader:
     def _run(self) -> None:
         """Everything up to STOP. The opcodes that pickles mostly consist of are done here, the
         others by :data:`OPCODES`."""
-        table, memo, unpack = OPCODES, self.memo, struct.Struct("<i").unpack_from
+        table, memo = OPCODES, self.memo
+        signed, unsigned = struct.Struct("<i").unpack_from, struct.Struct("<I").unpack_from
         buffer, at, safe, stack, nodes = self.buffer, self.i, self.safe, self.stack, 0
         while True:
             if at >= safe:
@@ -252,18 +255,22 @@ class PickleReader:
                     self.remember(len(memo) - self.holes)
                 else:
                     memo.append(stack[-1])
-            elif code == 0x68:  # BINGET
-                value = memo[buffer[at]]
+            elif code in _GETS:
+                index, at = (
+                    (buffer[at], at + 1) if code == 0x68 else (unsigned(buffer, at)[0], at + 4)
+                )
+                value = memo[index]
                 if value is _MISSING:
                     self.damaged("what it gets from its memo was never put there")
                 stack.append(value)
-                at += 1
-            elif code == 0x71:  # BINPUT
-                if buffer[at] == len(memo):
+            elif code in _PUTS:
+                index, at = (
+                    (buffer[at], at + 1) if code == 0x71 else (unsigned(buffer, at)[0], at + 4)
+                )
+                if index == len(memo):
                     memo.append(stack[-1])
                 else:
-                    self.remember(buffer[at])
-                at += 1
+                    self.remember(index)
             elif code == 0x4B:  # BININT1
                 stack.append(buffer[at])
                 at += 1
@@ -272,7 +279,7 @@ class PickleReader:
                 self.stack = stack = []
                 nodes += 1
             elif code == 0x4A:  # BININT
-                stack.append(unpack(buffer, at)[0])
+                stack.append(signed(buffer, at)[0])
                 at += 4
                 nodes += 1
             elif code == 0x2E:  # STOP
@@ -613,13 +620,13 @@ _WORK: dict[str, Callable[[PickleReader], Any]] = {
     "g": lambda r: r.recall(_int_line(r, r.line())),
     "h": lambda r: None,
     "i": _op_inst,
-    "j": lambda r: r.recall(_u4(r)),
+    "j": lambda r: None,
     "l": lambda r: r.made(r.popped()),
     "]": lambda r: r.made([]),
     "o": _op_obj,
     "p": lambda r: r.remember(_int_line(r, r.line())),
     "q": lambda r: None,
-    "r": lambda r: r.remember(_u4(r)),
+    "r": lambda r: None,
     "s": _op_setitem,
     "t": lambda r: r.made(tuple(r.popped())),
     ")": lambda r: r.stack.append(()),
