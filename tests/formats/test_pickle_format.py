@@ -55,7 +55,7 @@ class TestPlainPickle(FormatTests):
                 f"a state dict, protocol {protocol}": Example(
                     pickle.dumps(STATE, protocol), STATE_TRUTH
                 )
-                for protocol in (2, 3, 4, 5)
+                for protocol in (3, 4)
             },
             "of numpy 1": Example(as_numpy_1(pickle.dumps(STATE, 2)), STATE_TRUTH),
             "any other object": Example(pickled(nested, 4)[0], [truth("o.0", ROWS, "['o'][0]")]),
