@@ -28,7 +28,7 @@ from slimckpt.formats.pickles import (
     pairs_of,
     uncollected,
 )
-from slimckpt.formats.torch_files import LEGACY, archived
+from slimckpt.formats.torch_files import archived, is_legacy
 from slimckpt.formats.torch_tensors import Storage
 from slimckpt.model import RAW, TableBuilder
 from slimckpt.sources.positioned import ByteSource
@@ -51,7 +51,7 @@ class PlainPickle(Format):
             and head[0] == 0x80
             and 2 <= head[1] <= 5
             and OPCODES[head[2]] is not None
-            and head[: len(LEGACY)] != LEGACY[: len(head)]
+            and not is_legacy(head)
         )
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the number of elements (int64) and the raw bytes.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -35,8 +36,16 @@ _PICKLE = "data.pkl"
 _MAX_INFLATED = 8 * 1024 * 1024
 _FEW_NODES = 1 << 16
 _MAX_ARCHIVES = 1 << 20
-LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The first of the five pickles: torch's magic number."""
+_MAGIC = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+_LEGACY = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?" + re.escape(_MAGIC), re.DOTALL)
+"""The first of the five pickles: torch's magic number, in a frame from protocol 4 on."""
+LONGEST_LEGACY = 2 + 9 + len(_MAGIC)
+
+
+def is_legacy(head: bytes) -> bool:
+    """Whether a file starts as torch wrote them before 1.6; also one that is cut so short that only
+    a part of the magic number is there."""
+    return bool(_LEGACY.match(head)) or (b"\x80\x02" + _MAGIC).startswith(head[: 2 + len(_MAGIC)])
 
 
 class _Bytes:
@@ -199,7 +208,7 @@ class TorchLegacy(Format):
     name = "torch-legacy"
 
     def matches(self, head: bytes, size: int) -> bool:
-        return head.startswith(LEGACY)
+        return bool(_LEGACY.match(head))
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         with uncollected():
@@ -269,7 +278,7 @@ def _only_storage(inside: Callable[[Stored], Home], stored: Stored) -> tuple[Sto
     if not isinstance(inside, Inside):
         return None
     section = Section(inside.source, stored.offset, stored.nbytes)
-    if section.read(0, min(len(LEGACY), section.size)) != LEGACY:
+    if not _LEGACY.match(section.read(0, min(LONGEST_LEGACY, section.size))):
         return None
     root, _, spans = _read_legacy(section)
     storage = storage_of(root)

@@ -730,3 +730,12 @@ def test_the_samples_that_are_made_here_are_what_torch_would_unpickle() -> None:
     """The assembler of these tests writes pickles that Python itself accepts."""
     data, _ = pickled({"x": [1, (2, "a")], "y": Made(Symbol("collections", "OrderedDict"))}, 4)
     assert pickle.loads(data) == {"x": [1, (2, "a")], "y": {}}
+
+
+@pytest.mark.parametrize("start", [b"\x80\x03", b"\x80\x04\x95\x0d" + bytes(7)])
+def test_the_magic_number_of_the_old_format_may_be_of_another_protocol(start: bytes) -> None:
+    data = (SAMPLES / "torch_corners" / "legacy_nonzip.pt").read_bytes()
+    found = examine(BytesSource(data))
+    other = examine(BytesSource(start + data[2:]))
+    assert (other.format, other.condition) == ("torch-legacy", "understood")
+    assert other.table.names() == found.table.names()

@@ -293,16 +293,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.parametrize("content", CONTENTS, ids=lambda content: content.__name__)
 @pytest.mark.parametrize(
     "write",
-    [
-        pytest.param(
-            write,
-            id=name,
-            marks=pytest.mark.xfail(reason="magic number in protocol 2 only", strict=True)
-            if name == "legacy protocol 4"
-            else (),
-        )
-        for name, write in WRITERS.items()
-    ],
+    [pytest.param(write, id=name) for name, write in WRITERS.items()],
 )
 def test_a_file_has_the_tensors_that_were_saved(
     tmp_path: Path, write: Callable[[Any, Path], None], content: Callable[[], Any]
