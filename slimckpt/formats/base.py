@@ -8,6 +8,9 @@ from typing import Any, ClassVar
 from slimckpt.model import TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
+DCP = "torch.distributed.checkpoint"
+"""The fact ``describes`` of files that say where shards lie in whole tensors."""
+
 
 class Format(ABC):
     """One container format: which tensors live in a file, and where do their bytes lie?

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from slimckpt.errors import DamagedFileError
+from slimckpt.formats.base import DCP
 from slimckpt.formats.numpy_arrays import is_shape
 from slimckpt.formats.pickles import Call, Global, fields_of, pairs_of, read_pickle
 from slimckpt.formats.torch_tensors import plain, spelled
 from slimckpt.sources.positioned import ByteSource
 
 METADATA = ".metadata"
-DCP = "torch.distributed.checkpoint"
 _METADATA = f"{DCP}.metadata.Metadata"
 
 Shape = tuple[int, ...]

@@ -13,8 +13,8 @@ import math
 from typing import Any
 
 from slimckpt.errors import DamagedFileError
-from slimckpt.formats.base import Format
-from slimckpt.formats.dcp_metadata import DCP, is_metadata
+from slimckpt.formats.base import DCP, Format
+from slimckpt.formats.dcp_metadata import is_metadata
 from slimckpt.formats.located import Home, Inside, Located
 from slimckpt.formats.numpy_arrays import LATIN_1, Array, Shape, array_of, is_shape
 from slimckpt.formats.objects import ITEM

@@ -25,11 +25,12 @@ import numpy as np
 
 from slimckpt.dtypes import BY_NAME, OPAQUE
 from slimckpt.errors import DamagedFileError
-from slimckpt.formats.base import Format
+from slimckpt.formats.base import DCP, Format
 from slimckpt.model import TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
 MAX_HEADER = 100_000_000
+SHARDING = "DCP_SHARDING_INFO"
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _BITS = {name: row.bits for name, row in BY_NAME.items() if name not in ("C128", "I4X2")}
@@ -324,6 +325,28 @@ def _refuse_gaps(source: ByteSource, entries: list[_Entry], data: int) -> None:
         )
 
 
+def sharding_of(source: ByteSource) -> dict[str, tuple[int, ...]]:
+    """Where in the whole tensor each tensor of a file lies, as its header says.
+
+    torch's ``HuggingFaceStorageWriter`` (2.13) writes it: ``{name: {"saved_offsets": [...]}}``.
+
+    Raises
+    ------
+    DamagedFileError
+        The header does not say so.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    try:
+        for name, entry in json.loads(_read_header(source).metadata[SHARDING]).items():
+            found[name] = tuple(map(int, entry["saved_offsets"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedFileError(
+            f"{source.label}: its header does not say where its tensors lie in the whole ones:"
+            f" {type(error).__name__} in {SHARDING}"
+        ) from None
+    return found
+
+
 def _facts(metadata: dict[str, str]) -> dict[str, Any]:
     kept: dict[str, str] = {}
     room = _FACT_CHARS
@@ -333,6 +356,8 @@ def _facts(metadata: dict[str, str]) -> dict[str, Any]:
             break
         kept[name] = text
     facts: dict[str, Any] = {"metadata": kept} if metadata else {}
+    if SHARDING in metadata:
+        facts["describes"] = DCP
     if len(kept) < len(metadata):
         facts["metadata_left_out"] = len(metadata) - len(kept)
     return facts

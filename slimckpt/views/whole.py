@@ -11,7 +11,9 @@ import numpy as np
 
 from slimckpt.dtypes import numpy_dtype
 from slimckpt.errors import CheckFailedError, UnknownTensorError
-from slimckpt.formats.dcp_metadata import DCP, METADATA, Item, Metadata, Whole, read_metadata
+from slimckpt.formats.base import DCP
+from slimckpt.formats.dcp_metadata import METADATA, Item, Metadata, Whole, read_metadata
+from slimckpt.formats.safetensors import sharding_of
 from slimckpt.model import encode_path
 from slimckpt.views.arrays import Array, Arrays, is_readable, tensor_of
 from slimckpt.views.providers import Holding, Member
@@ -168,7 +170,12 @@ class Wholes(Mapping[str, WholeTensor]):
 
 
 def wholes_of(members: Sequence[Member], arrays: Arrays) -> Wholes | None:
-    """The whole tensors that the metadata among ``members`` describes, if there is any."""
+    """The whole tensors that metadata among ``members`` describes, if there is any: a file of its
+    own, or the headers of safetensors files."""
+    sharded = _sharded(members)
+    if sharded:
+        by_path = {encode_path(member.path): member for member in sharded}
+        return Wholes(_joined(by_path), by_path, arrays)
     found = metadata_among(members)
     if found is None:
         return None
@@ -183,13 +190,55 @@ def wholes_of(members: Sequence[Member], arrays: Arrays) -> Wholes | None:
 
 
 def metadata_among(members: Sequence[Member]) -> Member | None:
-    """The metadata of torch.distributed.checkpoint among some files."""
+    """The metadata of torch.distributed.checkpoint among some files, or one of the files whose
+    headers are that metadata."""
+    for member in _sharded(members):
+        return member
     for member in members:
         if os.path.basename(member.path) == METADATA.encode():
             file = member.holding.file
             if file.understood and file.facts.get("describes") == DCP:
                 return member
     return None
+
+
+def _sharded(members: Sequence[Member]) -> list[Member]:
+    """safetensors files whose headers say where their tensors lie in the whole ones."""
+    return [
+        member
+        for member in members
+        if member.path.endswith(b".safetensors")
+        and member.holding.file.understood
+        and member.holding.file.facts.get("describes") == DCP
+    ]
+
+
+def _joined(members: Mapping[str, Member]) -> Metadata:
+    """What the headers of all files say together; of replicas the first counts."""
+    tensors: dict[str, Whole] = {}
+    items: list[Item] = []
+    for path, member in members.items():
+        with member.holding.source() as source:
+            offsets_of = sharding_of(source)
+        table = member.holding.require()
+        for row in range(table.n_tensors):
+            tensor = table.tensor(row)
+            offsets = offsets_of.get(tensor.name)
+            if offsets is None or len(offsets) != len(tensor.shape):
+                raise CheckFailedError(
+                    f"{member.holding.label}: its header does not say where {tensor.name!a} lies in"
+                    " the whole tensor"
+                )
+            known = tensors.setdefault(tensor.name, Whole(tensor.dtype, (0,) * len(offsets), {}))
+            if offsets in known.chunks or len(known.shape) != len(offsets):
+                continue
+            known.chunks[offsets] = tensor.shape
+            ends = zip(known.shape, offsets, tensor.shape, strict=True)
+            whole = tuple(max(end, low + dim) for end, low, dim in ends)
+            tensors[tensor.name] = known._replace(shape=whole)
+            at = 0 if tensor.payload is None else table.spans(tensor.payload)[0].offset
+            items.append(Item(tensor.name, offsets, path, at, max(tensor.nbytes, 1)))
+    return Metadata(tensors, items)
 
 
 def _refuse_gaps(name: str, whole: Whole, chunks: list[_Chunk]) -> None:
