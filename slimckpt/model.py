@@ -174,11 +174,12 @@ class Table:
     def names(self) -> list[str]:
         """All names, in row order."""
         blob = self.columns["names"].tobytes()
-        names, start = [], 0
-        for end in self.columns["name_end"].tolist():
-            names.append(blob[start:end].decode())
-            start = end
-        return names
+        ends = self.columns["name_end"].tolist()
+        runs = zip([0, *ends], ends, strict=False)
+        if blob.isascii():
+            text = blob.decode()
+            return [text[start:end] for start, end in runs]
+        return [blob[start:end].decode() for start, end in runs]
 
     def shape(self, row: int) -> tuple[int, ...]:
         start, end = self._run("dim_end", row)

@@ -21,7 +21,7 @@ from slimckpt.views.arrays import Arrays
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
 from slimckpt.views.selection import numbers_of, pick, places_of
-from slimckpt.views.whole import WholeTensor, metadata_among, wholes_of
+from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
 
 Path = str | bytes | os.PathLike[Any]
 
@@ -283,19 +283,23 @@ class Step:
             Its files are not made for ranks: torch.distributed.checkpoint, torch_dist.
         """
         members = self._members
-        metadata = metadata_among(members)
-        if metadata is not None:
+        planned = metadata_among(members)
+        held: Sequence[Member] = []
+        if planned is None:
+            place = pick(places_of(members), r, coords, self._what)
+            held = [member for member in members if place.holds(member)]
+            planned = next(iter(sharded(held)), None)
+        if planned is not None:
             raise NotARankView(
                 f"{self._what} was saved by torch.distributed.checkpoint: a file of a rank holds"
                 " what the save plan put there, not what the rank had. tensor(name) gives whole"
-                f" tensors, files[path] what one file holds ({encode_path(metadata.path)} says"
+                f" tensors, files[path] what one file holds ({encode_path(planned.path)} says"
                 " which tensors there are)"
             )
-        place = pick(places_of(members), r, coords, self._what)
         return RankView(
             self,
             self._checkpoint._backend,
-            [member for member in members if place.holds(member)],
+            list(held),
             f"{place} of {self._what}",
             (r, coords),
             skip_damaged,

@@ -172,9 +172,9 @@ class Wholes(Mapping[str, WholeTensor]):
 def wholes_of(members: Sequence[Member], arrays: Arrays) -> Wholes | None:
     """The whole tensors that metadata among ``members`` describes, if there is any: a file of its
     own, or the headers of safetensors files."""
-    sharded = _sharded(members)
-    if sharded:
-        by_path = {encode_path(member.path): member for member in sharded}
+    shards = sharded(members)
+    if shards:
+        by_path = {encode_path(member.path): member for member in shards}
         return Wholes(_joined(by_path), by_path, arrays)
     found = metadata_among(members)
     if found is None:
@@ -190,10 +190,7 @@ def wholes_of(members: Sequence[Member], arrays: Arrays) -> Wholes | None:
 
 
 def metadata_among(members: Sequence[Member]) -> Member | None:
-    """The metadata of torch.distributed.checkpoint among some files, or one of the files whose
-    headers are that metadata."""
-    for member in _sharded(members):
-        return member
+    """The metadata of torch.distributed.checkpoint among some files, where it is a file."""
     for member in members:
         if os.path.basename(member.path) == METADATA.encode():
             file = member.holding.file
@@ -202,7 +199,7 @@ def metadata_among(members: Sequence[Member]) -> Member | None:
     return None
 
 
-def _sharded(members: Sequence[Member]) -> list[Member]:
+def sharded(members: Sequence[Member]) -> list[Member]:
     """safetensors files whose headers say where their tensors lie in the whole ones."""
     return [
         member
