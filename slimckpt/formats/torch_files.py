@@ -27,6 +27,7 @@ from slimckpt.formats.zips import (
     check_members,
     decoded_head,
     first_name,
+    names_inside,
     read_members,
 )
 from slimckpt.model import RAW, TableBuilder
@@ -69,6 +70,9 @@ class TorchZip(Format):
         return first_name(head).endswith(
             (b"/data.pkl", b"/byteorder", b"/version", b"/.format_version")
         )
+
+    def found_inside(self, source: ByteSource) -> bool:
+        return any(name.endswith(f"/{_PICKLE}") for name in names_inside(source))
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         archives = _archives(source)

@@ -739,3 +739,14 @@ def test_the_magic_number_of_the_old_format_may_be_of_another_protocol(start: by
     other = examine(BytesSource(start + data[2:]))
     assert (other.format, other.condition) == ("torch-legacy", "understood")
     assert other.table.names() == found.table.names()
+
+
+def test_an_archive_packed_again_with_its_directories_is_recognised(tmp_path: Path) -> None:
+    source = SAMPLES / "torch_corners" / "aliased_views.pt"
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(tmp_path / "again", "w") as new:
+        new.writestr("archive/", b"")
+        for info in old.infolist():
+            new.writestr(f"archive/{info.filename.split('/', 1)[1]}", old.read(info))
+    found = examine(BytesSource((tmp_path / "again").read_bytes()))
+    assert (found.format, found.condition) == ("torch", "understood")
+    assert found.table.names() == examine(BytesSource(source.read_bytes())).table.names()
