@@ -8,15 +8,13 @@ meaning are those of CPython's ``pickletools`` (protocols 0 to 5).
 
 from __future__ import annotations
 
-import gc
 import struct
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from slimckpt.errors import DamagedFileError, NotUnderstoodError
+from slimckpt.formats.collector import uncollected
 from slimckpt.sources.positioned import ByteSource
 
 MAX_NODES = 32_000_000
@@ -147,29 +145,6 @@ def read_pickle(source: ByteSource, offset: int, end: int) -> tuple[Any, int]:
     reader = PickleReader(source, offset, end)
     with uncollected():
         return reader.read(), reader.at
-
-
-_lock = threading.Lock()
-_uncollected = [0, False]
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Python's search for cycles stands still: it takes a third of the time where millions of
-    objects are made of which none is garbage. For all threads; it goes on after the last of them.
-    """
-    with _lock:
-        if not _uncollected[0]:
-            _uncollected[1] = gc.isenabled()
-            gc.disable()
-        _uncollected[0] += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _uncollected[0] -= 1
-            if not _uncollected[0] and _uncollected[1]:
-                gc.enable()
 
 
 class PickleReader:

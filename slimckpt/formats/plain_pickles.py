@@ -14,6 +14,7 @@ from typing import Any
 
 from slimckpt.errors import DamagedFileError
 from slimckpt.formats.base import DCP, Format
+from slimckpt.formats.collector import uncollected
 from slimckpt.formats.dcp_metadata import is_metadata
 from slimckpt.formats.located import Home, Inside, Located
 from slimckpt.formats.numpy_arrays import LATIN_1, Array, Shape, array_of, is_shape
@@ -26,7 +27,6 @@ from slimckpt.formats.pickles import (
     PickleReader,
     keys_of,
     pairs_of,
-    uncollected,
 )
 from slimckpt.formats.torch_files import archived, is_legacy
 from slimckpt.formats.torch_tensors import Storage

@@ -10,13 +10,11 @@ MindSpore (2.10, ``serialization.py``) writes safetensors with two marks of its 
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import math
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -26,6 +24,7 @@ import numpy as np
 from slimckpt.dtypes import BY_NAME, OPAQUE
 from slimckpt.errors import DamagedFileError
 from slimckpt.formats.base import DCP, Format
+from slimckpt.formats.collector import uncollected
 from slimckpt.model import TableBuilder
 from slimckpt.sources.positioned import ByteSource
 
@@ -85,7 +84,7 @@ class Safetensors(Format):
         return 2 <= length <= MAX_HEADER and following in (b'"', b"}")
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
-        with _uncollected():
+        with uncollected():
             metadata, entries, data = _read_header(source)
         dtypes = entries.dtypes
         if "Int4" in metadata.values():
@@ -112,19 +111,6 @@ class Safetensors(Format):
             f" {found[0]}; the file was damaged before it was slimmed, or changed by a program"
             " that keeps an old crc_num"
         )
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without the garbage collector: it would go over each object of a header again and again, and
-    there are no cycles among them."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _read_header(source: ByteSource) -> _Header:

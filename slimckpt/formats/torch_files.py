@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from slimckpt.errors import DamagedFileError, NotUnderstoodError
 from slimckpt.formats.base import Format
+from slimckpt.formats.collector import uncollected
 from slimckpt.formats.located import Home, Inside, Located
 from slimckpt.formats.objects import ITEM
-from slimckpt.formats.pickles import Dict, PickleReader, Stored, uncollected
+from slimckpt.formats.pickles import Dict, PickleReader, Stored
 from slimckpt.formats.torch_tensors import Storage, storage_of
 from slimckpt.formats.zips import (
     DEFLATED,

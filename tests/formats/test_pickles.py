@@ -18,6 +18,7 @@ from torch_bytes import Made, Symbol, pickled, torch_zip
 
 from slimckpt.errors import DamagedFileError, NotUnderstoodError
 from slimckpt.formats import pickles
+from slimckpt.formats.collector import uncollected
 from slimckpt.formats.pickles import (
     Call,
     Dict,
@@ -27,7 +28,6 @@ from slimckpt.formats.pickles import (
     Set,
     Stored,
     read_pickle,
-    uncollected,
 )
 
 OPCODES = {op.code.encode("latin-1"): op for op in pickletools.opcodes}
