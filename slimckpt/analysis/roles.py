@@ -46,8 +46,10 @@ _TABLE = (
     _Row(_Of.DIRECTORY, "iter", rf"iter(?:ation)?_(?P<step>{_N})"),
     # DeepSpeed
     _Row(_Of.DIRECTORY, "global_step", rf"global_step(?P<step>{_N})"),
-    # Hugging Face Trainer
-    _Row(_Of.DIRECTORY, "checkpoint-", rf"checkpoint-(?P<step>{_N})"),
+    # Hugging Face Trainer, accelerate
+    _Row(_Of.DIRECTORY, "checkpoint", rf"checkpoint[-_](?P<step>{_N})"),
+    # JAX
+    _Row(_Of.DIRECTORY, "ckpt", rf"ckpt[-_](?P<step>{_N})"),
     _Row(_Of.DIRECTORY, "step", rf"step[_-]?(?P<step>{_N})"),
     # Lightning, whose step counts over all epochs; sharded strategies write a directory
     _Row(

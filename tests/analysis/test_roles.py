@@ -13,6 +13,9 @@ from slimckpt.model import Role
 TOO_LONG = "1" * 19
 
 STEPS = {
+    "checkpoints/checkpoint_3/f": 3,
+    "ckpt-70/f": 70,
+    "ckpt_70/f": 70,
     "iter_0000010/f": 10,
     "iteration_00000010/f": 10,
     "global_step5/f": 5,
