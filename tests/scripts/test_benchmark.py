@@ -16,7 +16,7 @@ from benchmarks.turns import Contender, Result
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MEASUREMENTS = {
     *("slim", "nothing", "restore", "verify", "analyze", "exact"),
-    *("read", "open", "node", "private", "ranks"),
+    *("read", "open", "node", "private", "ranks", "pickles"),
 }
 WITHOUT_A_BAR = {"verify"}
 
