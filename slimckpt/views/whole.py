@@ -241,14 +241,18 @@ def _joined(members: Mapping[str, Member]) -> Metadata:
 def _refuse_gaps(name: str, whole: Whole, chunks: list[_Chunk]) -> None:
     """Every element is in exactly one chunk."""
     total = sum(math.prod(chunk.sizes) for chunk in chunks)
-    boxes = [chunk for chunk in chunks if math.prod(chunk.sizes)]
     inside = all(
-        offset + size <= dim and len(chunk.sizes) == len(whole.shape)
+        len(chunk.offsets) == len(chunk.sizes) == len(whole.shape)
+        and all(
+            offset + size <= dim
+            for offset, size, dim in zip(chunk.offsets, chunk.sizes, whole.shape, strict=True)
+        )
         for chunk in chunks
-        for offset, size, dim in zip(chunk.offsets, chunk.sizes, whole.shape, strict=False)
     )
-    lows = np.array([chunk.offsets for chunk in boxes], np.int64).reshape(len(boxes), -1)
-    highs = lows + np.array([chunk.sizes for chunk in boxes], np.int64).reshape(len(boxes), -1)
+    boxes = [chunk for chunk in chunks if inside and math.prod(chunk.sizes)]
+    form = (len(boxes), len(whole.shape))
+    lows = np.array([chunk.offsets for chunk in boxes], np.int64).reshape(form)
+    highs = lows + np.array([chunk.sizes for chunk in boxes], np.int64).reshape(form)
     apart = all(
         not ((lows[at] < highs[at + 1 :]) & (lows[at + 1 :] < highs[at])).all(axis=1).any()
         for at in range(len(boxes))

@@ -167,7 +167,7 @@ def test_restore_gives_the_other_files_back_and_names_those_it_cannot(
     store = str(tmp_path / "store")
     said = CliRunner().invoke(main, ["restore", store, str(tmp_path / "two"), "--quiet"])
     assert said.exit_code == 1
-    assert said.stderr.count("not restored: checkpoint-") == len(lost)
+    assert said.output.count("not restored: checkpoint-") == len(lost)
     script = [sys.executable, "-I", "-S", tmp_path / "store" / "restore.py", tmp_path / "three"]
     done = subprocess.run([*script, "--check"], capture_output=True, text=True)
     assert done.returncode == 1

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -17,7 +18,9 @@ from sample_files import SAMPLES, expected
 
 import slimckpt
 from slimckpt.errors import CheckFailedError, NotARankView, UnknownTensorError
+from slimckpt.formats.dcp_metadata import Whole
 from slimckpt.rewrite.slim import slim
+from slimckpt.views.whole import WholeTensor, _Chunk, _refuse_gaps
 
 SAMPLE = "fsdp_dcp_4"
 TRUTH = expected(SAMPLE)
@@ -194,3 +197,21 @@ def test_a_missing_shard_in_safetensors_is_an_error(tmp_path: Path) -> None:
     sharded_run(tmp_path / "run", missing=1)
     with slimckpt.open(tmp_path / "run") as ckpt, pytest.raises(CheckFailedError, match="'w'"):
         ckpt.tensor("w")
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
+def test_an_empty_tensor_is_whole(shape: tuple[int, ...]) -> None:
+    whole = Whole("BF16", shape, {(0,) * len(shape): shape})
+    for chunks in ([], [_Chunk((0,) * len(shape), shape, None, 0)]):
+        _refuse_gaps("e", whole, chunks)
+        found = np.asarray(WholeTensor("e", whole, chunks, None))
+        assert (found.shape, found.dtype) == (shape, ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize(
+    "boxes", [[], [((0,), (3,))], [((0,), (4,)), ((3,), (1,))], [((0, 0), (2, 2))]]
+)
+def test_chunks_that_leave_gaps_or_overlap_are_an_error(boxes: list[Any]) -> None:
+    chunks = [_Chunk(offsets, sizes, None, 0) for offsets, sizes in boxes]
+    with pytest.raises(CheckFailedError, match="'w'"):
+        _refuse_gaps("w", Whole("F32", (4,), {}), chunks)
