@@ -242,7 +242,7 @@ def _refuse_gaps(name: str, whole: Whole, chunks: list[_Chunk]) -> None:
     """Every element is in exactly one chunk."""
     total = sum(math.prod(chunk.sizes) for chunk in chunks)
     inside = all(
-        len(chunk.offsets) == len(chunk.sizes) == len(whole.shape)
+        {len(chunk.offsets), len(chunk.sizes)} == {len(whole.shape)}
         and all(
             offset + size <= dim
             for offset, size, dim in zip(chunk.offsets, chunk.sizes, whole.shape, strict=True)
