@@ -241,14 +241,7 @@ def _joined(members: Mapping[str, Member]) -> Metadata:
 def _refuse_gaps(name: str, whole: Whole, chunks: list[_Chunk]) -> None:
     """Every element is in exactly one chunk."""
     total = sum(math.prod(chunk.sizes) for chunk in chunks)
-    inside = all(
-        {len(chunk.offsets), len(chunk.sizes)} == {len(whole.shape)}
-        and all(
-            offset + size <= dim
-            for offset, size, dim in zip(chunk.offsets, chunk.sizes, whole.shape, strict=True)
-        )
-        for chunk in chunks
-    )
+    inside = all(_is_inside(chunk, whole.shape) for chunk in chunks)
     boxes = [chunk for chunk in chunks if inside and math.prod(chunk.sizes)]
     form = (len(boxes), len(whole.shape))
     lows = np.array([chunk.offsets for chunk in boxes], np.int64).reshape(form)
@@ -264,6 +257,14 @@ def _refuse_gaps(name: str, whole: Whole, chunks: list[_Chunk]) -> None:
             f" of {math.prod(whole.shape)} elements{'' if apart else ', and overlap'}; files are"
             " missing, or the metadata is of another save"
         )
+
+
+def _is_inside(chunk: _Chunk, shape: Shape) -> bool:
+    axes = {len(chunk.offsets), len(chunk.sizes), len(shape)}
+    return len(axes) == 1 and all(
+        offset + size <= dim
+        for offset, size, dim in zip(chunk.offsets, chunk.sizes, shape, strict=True)
+    )
 
 
 def _expanded(key: Any, shape: Shape) -> tuple[Any, ...]:
