@@ -242,14 +242,14 @@ def _refuse_gaps(name: str, whole: Whole, chunks: list[_Chunk]) -> None:
     """Every element is in exactly one chunk."""
     total = sum(math.prod(chunk.sizes) for chunk in chunks)
     inside = all(_is_inside(chunk, whole.shape) for chunk in chunks)
-    boxes = [chunk for chunk in chunks if inside and math.prod(chunk.sizes)]
+    boxes = [chunk for chunk in chunks if inside and 0 not in chunk.sizes]
     form = (len(boxes), len(whole.shape))
     lows = np.array([chunk.offsets for chunk in boxes], np.int64).reshape(form)
     highs = lows + np.array([chunk.sizes for chunk in boxes], np.int64).reshape(form)
     apart = all(
         not ((lows[at] < highs[at + 1 :]) & (lows[at + 1 :] < highs[at])).all(axis=1).any()
         for at in range(len(boxes))
-        if lows.shape[1]
+        if whole.shape
     )
     if total != math.prod(whole.shape) or not inside or not apart:
         raise CheckFailedError(
