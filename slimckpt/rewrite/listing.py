@@ -81,6 +81,8 @@ def list_path(
     ):
         if wanted is not None and str(wanted) not in known:
             there = ", ".join(sorted(known, key=lambda k: (len(k), k))) or "none"
+            if what == "rank" and not known and any(role.coords for role in roles):
+                there = "none: paths state coordinates (tp, pp, dp); without --rank all are listed"
             raise UsageError(f"no {what} {wanted} in {show_path(root)}; there are {there}")
     for file, table, stored, dropped in found:
         role = file.role

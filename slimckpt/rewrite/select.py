@@ -140,7 +140,10 @@ def _refuse_unknown(parts: Sequence[Part], selection: Selection) -> None:
     for rank in selection.ranks:
         if rank not in ranks:
             known = compact_ranks(r for r in ranks if r is not None)
-            raise UsageError(f"no rank {rank} in what is selected; there are {known or 'none'}")
+            coords = any(e.file.role.coords for part in parts for e in part.files)
+            hint = "none: paths state coordinates (tp, pp, dp), so select by --file"
+            there = known or (hint if coords else "none")
+            raise UsageError(f"no rank {rank} in what is selected; there are {there}")
     paths = [p for part in parts for e in part.files for p in (e.file.path, *e.file.links)]
     paths += [other.path for part in parts for other in part.others]
     for glob in selection.globs:

@@ -208,3 +208,15 @@ def test_a_file_of_more_than_one_name_outside_the_source_is_reported_and_restore
     assert any("hard links outside" in w and "rank_0/net-1_1.ckpt" in w for w in result.warnings)
     restore(tmp_path / "store", tmp_path / "back")
     assert snapshot(tmp_path / "back") == snapshot(source)
+
+
+def test_where_paths_state_coordinates_a_rank_is_refused_with_the_way_on(tmp_path: Path) -> None:
+    for tp in (0, 1):
+        path = tmp_path / "run" / f"mp_rank_{tp:02}" / "w.ckpt"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(record("w", "Float32", [512], body(1, 2048)))
+    slim(tmp_path / "run", tmp_path / "store", min_saving=0)
+    with pytest.raises(UsageError, match=r"coordinates \(tp, pp, dp\), so select by --file"):
+        restore(tmp_path / "store", tmp_path / "back", ranks=[1])
+    result = restore(tmp_path / "store", tmp_path / "back", files=["*mp_rank_01*"])
+    assert result.files == 1
