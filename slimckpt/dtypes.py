@@ -71,7 +71,9 @@ def numpy_dtype(name: str, big_endian: bool = False) -> np.dtype[Any]:
     row = BY_NAME[name]
     if row.packed:
         return np.dtype(np.uint8)
-    found: np.dtype[Any] = _element(row.numpy).newbyteorder(">" if big_endian else "<")
+    # A single byte has no order, and the one-byte dtypes of ml_dtypes must not be given one.
+    swapped = big_endian and row.bits > 8
+    found: np.dtype[Any] = _element(row.numpy).newbyteorder(">" if swapped else "<")
     return found
 
 

@@ -538,6 +538,11 @@ class Catalog:
     def payloads(self, file: int) -> slice:
         return slice(int(self.payload_start[file]), int(self.payload_start[file + 1]))
 
+    def files_of(self, tensors: npt.ArrayLike) -> Ints:
+        """The file of each of some rows of tensors."""
+        found: Ints = np.searchsorted(self.tensor_start, tensors, "right") - 1
+        return found
+
     def table_of(self, file: int) -> Table:
         return self.table.select(self.tensors(file), self.payloads(file))
 

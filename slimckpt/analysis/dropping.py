@@ -129,7 +129,7 @@ def refuse_last_copies(bodies: Bodies, sharing: Sharing, codes: Codes, *, by_byt
     masters = rows[codes[rows] == CATEGORIES.index(MASTER)]
     if not len(masters):
         return
-    file_of = np.searchsorted(catalog.tensor_start, np.arange(table.n_tensors), "right") - 1
+    file_of = catalog.files_of(np.arange(table.n_tensors))
     weights = _Weights(bodies, codes, file_of)
     alone = []
     known: dict[tuple[int, ...], bool] = {}

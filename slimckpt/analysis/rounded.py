@@ -27,7 +27,7 @@ def is_rounded(bodies: Bodies, master: int, weight: int) -> bool:
     tensors = [bodies.catalog.table.tensor(row) for row in (master, weight)]
     if not all(map(_plain, tensors)) or _count(tensors[0]) != _count(tensors[1]):
         return False
-    files = np.searchsorted(bodies.catalog.tensor_start, (master, weight), "right") - 1
+    files = bodies.catalog.files_of((master, weight))
     fds = []
     try:
         for file in files.tolist():

@@ -256,7 +256,7 @@ def _result(prepared: Prepared, dry_run: bool) -> SlimResult:
 def _dropped(prepared: Prepared) -> list[DroppedTensor]:
     catalog = prepared.bodies.catalog
     rows = dropped_tensors(prepared.bodies, prepared.sharing)
-    files = np.searchsorted(catalog.tensor_start, rows, "right") - 1
+    files = catalog.files_of(rows)
     found = []
     for row, number in zip(rows.tolist(), files.tolist(), strict=True):
         tensor = catalog.table.tensor(row)

@@ -48,7 +48,7 @@ class Arrays:
                 f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
                 " raw(name) gives its bytes"
             )
-        dtype = numpy_dtype(tensor.dtype, tensor.big_endian and BY_NAME[tensor.dtype].bits > 8)
+        dtype = numpy_dtype(tensor.dtype, tensor.big_endian)
         shape = packed_shape(tensor)
         count = math.prod(shape)
         if min(shape, default=0) < 0 or count * dtype.itemsize != tensor.nbytes:

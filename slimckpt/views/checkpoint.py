@@ -66,6 +66,7 @@ class Checkpoint:
         self._provider: Provider = kind(directory)
         self._backend = make_backend(backend, self._provider.damaged)
         self._counting: tuple[str, ...] | None = None
+        self._wholes: dict[Group, Mapping[str, WholeTensor]] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -309,8 +310,10 @@ class Step:
     @property
     def wholes(self) -> Mapping[str, WholeTensor]:
         """Whole tensors, over all ranks, by name; none where no metadata describes them."""
-        arrays = Arrays(self._checkpoint._backend, False)
-        return wholes_of(self._members, arrays) or {}
+        members, known = self._members, self._checkpoint._wholes
+        if self._group not in known:
+            known[self._group] = wholes_of(members, Arrays(self._checkpoint._backend, False)) or {}
+        return known[self._group]
 
     def tensor(self, name: str) -> WholeTensor:
         """One whole tensor, over all ranks, as the metadata of the save describes it.

@@ -30,7 +30,7 @@ class PlainTensors:
         self._files, file, start = holding.places()
         self._mapped: dict[int, Bytes | None] = {}
         dtypes = [
-            numpy_dtype(name, bool(swapped) and BY_NAME[name].bits > 8)
+            numpy_dtype(name, bool(swapped))
             if name in BY_NAME and not BY_NAME[name].packed
             else None
             for name in table.dtypes
