@@ -20,7 +20,7 @@ from slimckpt.sources.backends import BackendName, make_backend
 from slimckpt.views.arrays import Arrays
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
-from slimckpt.views.selection import numbers_of, pick, places_of
+from slimckpt.views.selection import Place, numbers_of, pick, places_of
 from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
 
 Path = str | bytes | os.PathLike[Any]
@@ -283,12 +283,10 @@ class Step:
         NotARankView
             Its files are not made for ranks: torch.distributed.checkpoint, torch_dist.
         """
-        members = self._members
-        planned = metadata_among(members)
-        held: Sequence[Member] = []
+        planned = metadata_among(self._members)
+        held: list[Member] = []
         if planned is None:
-            place = pick(places_of(members), r, coords, self._what)
-            held = [member for member in members if place.holds(member)]
+            place, held = self._place(r, coords), self.held(r, coords)
             planned = next(iter(sharded(held)), None)
         if planned is not None:
             raise NotARankView(
@@ -300,12 +298,21 @@ class Step:
         return RankView(
             self,
             self._checkpoint._backend,
-            list(held),
+            held,
             f"{place} of {self._what}",
             (r, coords),
             skip_damaged,
             writable,
         )
+
+    def held(self, r: int | None, coords: Mapping[str, int]) -> list[Member]:
+        """The files of a rank, and those of the step that have no rank, as :meth:`rank` takes
+        them."""
+        place = self._place(r, coords)
+        return [member for member in self._members if place.holds(member)]
+
+    def _place(self, r: int | None, coords: Mapping[str, int]) -> Place:
+        return pick(places_of(self._members), r, coords, self._what)
 
     @property
     def wholes(self) -> Mapping[str, WholeTensor]:
@@ -365,13 +372,17 @@ class Files(Mapping[str, FileView]):
         return f"<Files of {self._checkpoint!r}>"
 
     def __getitem__(self, path: Path) -> FileView:
-        member = self._find(path)
-        if member is None:
+        return FileView(self, self._checkpoint._backend, self.member(path))
+
+    def member(self, path: Path) -> Member:
+        """A file as views and loaders take it; errors are those of looking it up."""
+        found = self._find(path)
+        if found is None:
             raise UnknownFileError(
                 f"{self._checkpoint._label} has no file {path!a}; paths are those of the"
                 " original tree, relative to its root"
             )
-        return FileView(self, self._checkpoint._backend, member)
+        return found
 
     def __contains__(self, path: object) -> bool:
         return isinstance(path, str | bytes | os.PathLike) and self._find(path) is not None
