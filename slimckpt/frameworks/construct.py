@@ -195,6 +195,8 @@ class Constructor(PickleReader):
         if type(data) is Stored:
             assert self.memory is not None
             stream: Any = self.memory(data.offset, data.nbytes)
+            if stream.ctypes.data % dtype.alignment:
+                stream = stream.copy()
         elif type(data) in (bytes, bytearray):
             stream = np.frombuffer(data, np.uint8).copy()
         else:
