@@ -43,6 +43,7 @@ def opened(
     formats: tuple[str, ...],
     writer: str,
     backend: BackendName | None = None,
+    check: bool = False,
 ) -> Iterator[Origin]:
     """The one file that the arguments name, of one of ``formats``.
 
@@ -71,7 +72,7 @@ def opened(
     wanted = inner if file is None else os.fspath(file)
     if wanted is not None and (rank, step, run) != (None, None, None):
         raise UsageError("a file was named; leave out rank, step and run")
-    with Checkpoint(root, backend) as checkpoint:
+    with Checkpoint(root, backend, check) as checkpoint:
         if wanted is not None:
             member = checkpoint.files.member(wanted)
             _require(member, formats, writer)
