@@ -37,7 +37,6 @@ from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import NOWHERE, Store, damage
 from slimckpt.store.spliced import SplicedSource
 
-
 _SKELETON = -1
 
 
