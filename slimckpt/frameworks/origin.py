@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slimckpt.analysis.tree import is_store
-from slimckpt.errors import NotUnderstoodError, UsageError
+from slimckpt.errors import DroppedTensorError, NotUnderstoodError, UsageError
 from slimckpt.model import HOME_PAYLOAD, RAW, Bytes, StepLabel, Tensor, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays
@@ -128,6 +128,24 @@ def _require(member: Member, formats: tuple[str, ...], writer: str) -> None:
         raise NotUnderstoodError(
             f"{member.holding.label}: expected a file of {writer}, found {found}; its tensors can"
             " be had all the same (slimckpt.open, or tensors of a framework by name)"
+        )
+
+
+def require_complete(holding: Holding) -> None:
+    """All tensors of a file are there, as making its object takes.
+
+    Raises
+    ------
+    DroppedTensorError
+        Some were left out when it was slimmed.
+    """
+    dropped = holding.dropped()
+    if dropped:
+        first = holding.table.name(dropped[0])
+        raise DroppedTensorError(
+            f"{holding.label}: {len(dropped)} of its tensors were left out when it was slimmed"
+            f" (--drop), such as {first!a}, so its object cannot be made. What is left can be had"
+            " by name: state_dict or tensors, or slimckpt.open"
         )
 
 
