@@ -64,12 +64,15 @@ def made(data: bytes, allow: Any = (), mapped: bool = False) -> Any:
 def alike(one: Any, other: Any) -> bool:
     if type(one) is not type(other):
         return False
+    if isinstance(one, (argparse.Namespace, types.SimpleNamespace)):
+        return alike(vars(one), vars(other))
     if isinstance(one, np.ndarray):
         if one.dtype != other.dtype or one.shape != other.shape:
             return False
         if one.dtype == object:
             return all(map(alike, one.ravel().tolist(), other.ravel().tolist()))
-        return one.tobytes() == other.tobytes() and one.strides == other.strides
+        in_order = one.strides == other.strides or not one.size
+        return one.tobytes() == other.tobytes() and in_order
     if isinstance(one, (list, tuple, collections.deque)):
         return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, dict):
@@ -87,7 +90,10 @@ leaves = st.one_of(
     st.builds(bytearray, st.binary()), st.frozensets(st.integers()), st.sets(st.text()),
     hnp.arrays(
         st.one_of(
-            hnp.scalar_dtypes(), hnp.array_dtypes(), hnp.byte_string_dtypes(),
+            hnp.scalar_dtypes(),
+            # Fields of two names are refused, by name.
+            hnp.array_dtypes().filter(lambda dtype: set(dtype.fields) == set(dtype.names)),
+            hnp.byte_string_dtypes(),
             hnp.unicode_string_dtypes(),
         ),
         hnp.array_shapes(min_dims=0, min_side=0),
@@ -108,16 +114,11 @@ values = st.recursive(
 )
 
 
-def parts(value: Any) -> Any:
-    """A namespace as its attributes, so that they are compared bit by bit."""
-    return vars(value) if isinstance(value, (argparse.Namespace, types.SimpleNamespace)) else value
-
-
 @given(values, st.sampled_from([2, 3, 4, 5]), st.booleans())
 def test_any_object_is_the_one_that_pickle_makes(value: Any, protocol: int, mapped: bool) -> None:
     data = pickle.dumps(value, protocol=protocol)
     found = made(data, [Colour], mapped)
-    assert alike(parts(found), parts(pickle.loads(data)))
+    assert alike(found, pickle.loads(data))
 
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
