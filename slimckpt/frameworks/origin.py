@@ -65,12 +65,7 @@ def opened(
     NotUnderstoodError
         The file is of another format.
     """
-    root, inner = split(path)
-    if inner is not None and file is not None:
-        raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
-    wanted = inner if file is None else os.fspath(file)
-    if wanted is not None and (rank, step, run) != (None, None, None):
-        raise UsageError("a file was named; leave out rank, step and run")
+    root, wanted = which(path, file, rank, step, run)
     with Checkpoint(root, backend) as checkpoint:
         if wanted is not None:
             member = checkpoint.files.member(wanted)
@@ -78,6 +73,24 @@ def opened(
         else:
             member = _only(step_of(checkpoint, step, run), rank, formats, writer)
         yield Origin(checkpoint, member, Arrays(checkpoint._backend, True))
+
+
+def which(
+    path: Path,
+    file: Path | None,
+    rank: int | None,
+    step: StepLabel | None,
+    run: str | None,
+) -> tuple[bytes, str | bytes | None]:
+    """The root of a checkpoint, and the file in it, if the arguments name one; those that
+    contradict each other are a ``UsageError``."""
+    root, inner = split(path)
+    if inner is not None and file is not None:
+        raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
+    wanted = inner if file is None else os.fspath(file)
+    if wanted is not None and (rank, step, run) != (None, None, None):
+        raise UsageError("a file was named; leave out rank, step and run")
+    return root, wanted
 
 
 def split(path: Path) -> tuple[bytes, bytes | None]:

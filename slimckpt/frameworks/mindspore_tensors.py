@@ -1,0 +1,104 @@
+"""Arrays and entries of files as MindSpore has them, without a copy where that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from slimckpt.errors import (
+    AmbiguousTensorError,
+    DamagedFileError,
+    DroppedTensorError,
+    FrameworkMissingError,
+    NotUnderstoodError,
+)
+from slimckpt.frameworks.origin import Origin
+from slimckpt.views.arrays import Array
+
+_LOADED = frozenset(
+    [
+        *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"),
+        *("F16", "BF16", "F32", "F64", "I4X2"),
+    ]
+)
+"""What MindSpore's own loader takes (2.10: ``tensor_to_ms_type``, ``numpy_dtype``)."""
+_SHARED = _LOADED | {"C64", "C128"}
+_TEXT = "opaque:str"
+_LISTED = 8
+
+
+def entries(mindspore: Any, origin: Origin, chosen: Callable[[str], bool] | None) -> dict[str, Any]:
+    """The entries of a file as MindSpore's loader gives them (2.10, ``serialization.py``): in file
+    order; those of safetensors by name, and not told their names."""
+    holding = origin.holding
+    named = holding.file.format != "safetensors"
+    names = holding.table.names()
+    rows = range(len(names)) if named else sorted(range(len(names)), key=names.__getitem__)
+    picked = [row for row in rows if chosen is None or chosen(names[row])]
+    _refuse_dropped(origin, [names[row] for row in sorted({*holding.dropped()} & {*picked})])
+    found: dict[str, Any] = {}
+    for name, group in groupby(picked, key=names.__getitem__):
+        row, *more = group
+        dtype = holding.table.dtype(row)
+        if dtype == _TEXT:
+            found[name] = _text(origin, row)
+            continue
+        if dtype not in _LOADED:
+            raise NotUnderstoodError(
+                f"{holding.label}: {name!a} is of type {dtype}, of which no parameter is made"
+                " here; choice_func can leave it out"
+            )
+        if more:
+            raise AmbiguousTensorError(
+                f"{holding.label}: {1 + len(more)} tensors in a row are named {name!a}. MindSpore"
+                " takes such for pieces of one, which they are not; choice_func can leave them out"
+            )
+        array = origin.arrays.array(holding, row)
+        # MindSpore copies a tensor that anything else refers to, or that has keywords beside it.
+        found[name] = mindspore.Parameter(
+            tensor_of_array(mindspore, array, dtype), name if named else None
+        )
+    return found
+
+
+def tensor_of_array(mindspore: Any, array: Array, dtype: str) -> Any:
+    """A tensor on the memory of a writable array of our dtype ``dtype``."""
+    if dtype == "I4X2":
+        return mindspore.Tensor(array.view(np.int8), dtype=mindspore.qint4x2)
+    if dtype not in _SHARED:
+        array = np.ascontiguousarray(array).view(np.uint8)
+    elif not (array.flags.aligned and array.dtype.isnative):
+        array = array.astype(array.dtype.newbyteorder("="))
+    try:
+        return mindspore.Tensor.from_numpy(array)
+    except TypeError as error:
+        if dtype != "BF16":
+            raise
+        raise FrameworkMissingError(
+            f"MindSpore {mindspore.__version__} cannot take bfloat16 from numpy"
+            f" {np.__version__}: pip install numpy==1.26.4"
+        ) from error
+
+
+def _text(origin: Origin, row: int) -> str:
+    """A string of ``append_dict``: UTF-32, as numpy has it."""
+    raw = origin.arrays.raw(origin.holding, row)
+    try:
+        return str(np.frombuffer(raw, f"<U{len(raw) // 4}")[0]) if raw else ""
+    except ValueError as error:
+        raise DamagedFileError(
+            f"{origin.holding.label}: the string {origin.holding.table.name(row)!a} is none:"
+            f" {error}"
+        ) from None
+
+
+def _refuse_dropped(origin: Origin, names: list[str]) -> None:
+    if names:
+        listed = ", ".join(map(ascii, names[:_LISTED])) + (", …" if len(names) > _LISTED else "")
+        raise DroppedTensorError(
+            f"{origin.holding.label}: {len(names)} parameters were left out when it was slimmed"
+            f" (--drop): {listed}; choice_func or filter_prefix can do without them"
+        )
