@@ -68,10 +68,13 @@ def tensor_of_array(mindspore: Any, array: Array, dtype: str) -> Any:
     """A tensor on the memory of a writable array of our dtype ``dtype``."""
     if dtype == "I4X2":
         return mindspore.Tensor(array.view(np.int8), dtype=mindspore.qint4x2)
-    if dtype not in _SHARED:
-        array = np.ascontiguousarray(array).view(np.uint8)
-    elif not (array.flags.aligned and array.dtype.isnative):
-        array = array.astype(array.dtype.newbyteorder("="))
+    if dtype in _SHARED:
+        # MindSpore does not know a dtype that says its byte order.
+        native = array.dtype.newbyteorder("=")
+        as_it_lies = array.flags.aligned and array.dtype.isnative
+        array = array.view(native) if as_it_lies else array.astype(native)
+    else:
+        array = np.asarray(array, order="C").view(np.uint8)
     try:
         return mindspore.Tensor.from_numpy(array)
     except TypeError as error:
@@ -84,14 +87,14 @@ def tensor_of_array(mindspore: Any, array: Array, dtype: str) -> Any:
 
 
 def _text(origin: Origin, row: int) -> str:
-    """A string of ``append_dict``: UTF-32, as numpy has it."""
+    """A string of ``append_dict``: UTF-32, NUL behind it cut off as numpy does."""
     raw = origin.arrays.raw(origin.holding, row)
     try:
-        return str(np.frombuffer(raw, f"<U{len(raw) // 4}")[0]) if raw else ""
-    except ValueError as error:
+        return raw.decode("utf-32-le", "surrogatepass").rstrip("\0")
+    except UnicodeDecodeError as error:
         raise DamagedFileError(
-            f"{origin.holding.label}: the string {origin.holding.table.name(row)!a} is none:"
-            f" {error}"
+            f"{origin.holding.label}: {origin.holding.table.name(row)!a} is not UTF-32, as strings"
+            f" must be: {error.reason}"
         ) from None
 
 

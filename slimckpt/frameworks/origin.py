@@ -87,7 +87,7 @@ def which(
     root, inner = split(path)
     if inner is not None and file is not None:
         raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
-    wanted = inner if file is None else os.fspath(file)
+    wanted = os.fspath(file) if file is not None else inner and encode_path(inner)
     if wanted is not None and (rank, step, run) != (None, None, None):
         raise UsageError("a file was named; leave out rank, step and run")
     return root, wanted
