@@ -81,7 +81,7 @@ def load_checkpoint(
     NotUnderstoodError
         MindSpore's own loader would not take an entry either, or it is a ``MapParameter``.
     FrameworkMissingError
-        MindSpore is not installed, too old, or cannot hold bfloat16 with this numpy.
+        MindSpore is not installed, or too old.
     UsageError, StoreDamagedError, KeyError
         Nothing is left after choosing; the file cannot be read; the arguments do not name one.
     """
@@ -195,7 +195,7 @@ def imported() -> Any:
     FrameworkMissingError
         It is not installed, or too old.
     """
-    needs = f"MindSpore {_OLDEST[0]}.{_OLDEST[1]} or newer, and numpy 1.26 for bfloat16"
+    needs = f"MindSpore {_OLDEST[0]}.{_OLDEST[1]} or newer"
     try:
         import mindspore
     except ImportError as error:

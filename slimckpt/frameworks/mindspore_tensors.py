@@ -12,7 +12,6 @@ from slimckpt.errors import (
     AmbiguousTensorError,
     DamagedFileError,
     DroppedTensorError,
-    FrameworkMissingError,
     NotUnderstoodError,
 )
 from slimckpt.frameworks.origin import Origin
@@ -75,15 +74,7 @@ def tensor_of_array(mindspore: Any, array: Array, dtype: str) -> Any:
         array = array.view(native) if as_it_lies else array.astype(native)
     else:
         array = np.asarray(array, order="C").view(np.uint8)
-    try:
-        return mindspore.Tensor.from_numpy(array)
-    except TypeError as error:
-        if dtype != "BF16":
-            raise
-        raise FrameworkMissingError(
-            f"MindSpore {mindspore.__version__} cannot take bfloat16 from numpy"
-            f" {np.__version__}: pip install numpy==1.26.4"
-        ) from error
+    return mindspore.Tensor.from_numpy(array)
 
 
 def _text(origin: Origin, row: int) -> str:
