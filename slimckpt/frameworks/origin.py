@@ -117,8 +117,16 @@ def step_of(checkpoint: Checkpoint, step: StepLabel | None, run: str | None) -> 
 def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -> Member:
     """The one file of a rank that has one of the formats; its own before those of all ranks."""
     held = step.held(rank, {})
-    found = [m for m in held if m.holding.file.understood and m.holding.file.format in formats]
+    found = [
+        member
+        for member in held
+        if member.holding.file.format in formats and member.holding.file.condition != "opaque"
+    ]
     own = [member for member in found if member.role.rank is not None or member.role.coords]
+    for member in own or found:
+        if not member.holding.file.understood:
+            # It may well be the one that is meant.
+            raise member.holding.refusal()
     by_body = {id(member.holding): member for member in reversed(own or found)}
     if len(by_body) == 1:
         return next(iter(by_body.values()))

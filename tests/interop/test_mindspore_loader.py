@@ -167,7 +167,7 @@ def test_a_rank_needs_no_file_where_it_has_one(tmp_path: Path) -> None:
         expected = values(own(sample / f"rank_{rank}" / "net-1_1.ckpt"))
         for root in (sample, tmp_path / "slim"):
             assert values(load_checkpoint(root, rank)) == expected
-            assert values(load_checkpoint(root, rank, "1_1")) == expected
+            assert values(load_checkpoint(root, rank, "1_1", backend="pread")) == expected
             found = tensors(root, rank)
             assert set(found) == {name for name, one in expected[1] if isinstance(one, Value)}
             for name, one in expected[1]:
@@ -488,6 +488,26 @@ def test_encrypted_and_strategy_files_are_called_what_they_are() -> None:
         load_checkpoint(encrypted)
     with pytest.raises(slimckpt.SlimckptError, match="parallel strategy file"):
         load_checkpoint(SAMPLES / "ms_dp8_ckpt" / "strategy.ckpt")
+
+
+@pytest.mark.parametrize("sound_too", [False, True])
+def test_a_rank_with_a_file_that_cannot_be_read_is_an_error(
+    tmp_path: Path, sound_too: bool
+) -> None:
+    encrypted = tmp_path / "rank_0" / "secret-1_1.ckpt"
+    encrypted.parent.mkdir()
+    shutil.copy(SAMPLES / "ms_encrypted" / "net_AES-CBC.ckpt", encrypted)
+    cut = tmp_path / "rank_1" / "net-1_1.ckpt"
+    cut.parent.mkdir()
+    cut.write_bytes((SAMPLES / "ms_edge" / "edge.ckpt").read_bytes()[:-5])
+    if sound_too:
+        for rank in range(2):
+            shutil.copy(SAMPLES / "ms_edge" / "edge.ckpt", tmp_path / f"rank_{rank}/edge-1_1.ckpt")
+    for rank, name, message in [(0, "secret", "encrypted it"), (1, "net", "truncated")]:
+        with pytest.raises(ValueError, match=rf"rank_{rank}/{name}-1_1\.ckpt.*{message}"):
+            load_checkpoint(tmp_path, rank)
+    if sound_too:
+        assert load_checkpoint(tmp_path, file="rank_1/edge-1_1.ckpt")["i"].asnumpy() == 3
 
 
 def test_damage_is_found_where_it_is_looked_for(run: tuple[Path, Path], tmp_path: Path) -> None:
