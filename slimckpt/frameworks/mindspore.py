@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from slimckpt.errors import DamagedFileError, FrameworkMissingError, UsageError
-from slimckpt.formats import check
+from slimckpt.formats import check as check_file
 from slimckpt.frameworks.mindspore_tensors import entries, tensor_of_array
 from slimckpt.frameworks.origin import missing, opened, step_of, which
 from slimckpt.model import StepLabel
@@ -40,6 +40,7 @@ def load_checkpoint(
     crc_check: bool = False,
     remove_redundancy: bool = False,
     backend: BackendName | None = None,
+    check: bool = False,
 ) -> dict[str, Any]:
     """What ``mindspore.load_checkpoint(original)`` gives, of a ``.ckpt`` or safetensors file.
 
@@ -60,7 +61,7 @@ def load_checkpoint(
         ignores them for safetensors.
     crc_check
         Also read all of the file and compare it with the CRC32 it states, if it states one.
-    backend
+    backend, check
         As of :func:`slimckpt.open`.
 
     Returns
@@ -87,7 +88,7 @@ def load_checkpoint(
     """
     mindspore = imported()
     specify, without = _prefixes(specify_prefix), _prefixes(filter_prefix)
-    with opened(path, file, rank, step, run, _FORMATS, "MindSpore", backend) as origin:
+    with opened(path, file, rank, step, run, _FORMATS, "MindSpore", backend, check) as origin:
         found = origin.holding.file
         if found.format == "safetensors" or not (specify or without):
             chosen = choice_func
@@ -98,7 +99,7 @@ def load_checkpoint(
 
         if crc_check:
             with origin.holding.source() as source:
-                problem = check(found.format, source)
+                problem = check_file(found.format, source)
             if problem is not None:
                 raise DamagedFileError(problem)
         parameters = entries(mindspore, origin, chosen)
@@ -123,13 +124,14 @@ def tensors(
     file: Path | None = None,
     run: str | None = None,
     backend: BackendName | None = None,
+    check: bool = False,
     coords: Mapping[str, int] | None = None,
 ) -> Mapping[str, Any]:
     """The tensors of a rank, or of one file, by name, of files of any format.
 
     Parameters
     ----------
-    path, step, file, run, backend
+    path, step, file, run, backend, check
         As of :func:`load_checkpoint`.
     rank, coords
         As of :meth:`slimckpt.Step.rank`.
@@ -150,7 +152,7 @@ def tensors(
     """
     mindspore = imported()
     root, wanted = which(path, file, rank, step, run)
-    checkpoint = Checkpoint(root, backend)
+    checkpoint = Checkpoint(root, backend, check)
     view: TensorView
     if wanted is not None:
         view = checkpoint.files[wanted]

@@ -43,6 +43,7 @@ def opened(
     formats: tuple[str, ...],
     writer: str,
     backend: BackendName | None = None,
+    check: bool = False,
 ) -> Iterator[Origin]:
     """The one file that the arguments name, of one of ``formats``.
 
@@ -66,7 +67,7 @@ def opened(
         The file is of another format.
     """
     root, wanted = which(path, file, rank, step, run)
-    with Checkpoint(root, backend) as checkpoint:
+    with Checkpoint(root, backend, check) as checkpoint:
         if wanted is not None:
             member = checkpoint.files.member(wanted)
             _require(member, formats, writer)

@@ -14,6 +14,7 @@ from slimckpt.errors import (
     UnknownFileError,
     UnknownStepError,
     UnknownTensorError,
+    UsageError,
 )
 from slimckpt.model import StepLabel, decode_path, encode_path, show_path
 from slimckpt.sources.backends import BackendName, make_backend
@@ -26,7 +27,7 @@ from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
 Path = str | bytes | os.PathLike[Any]
 
 
-def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
+def open(path: Path, backend: BackendName | None = None, check: bool = False) -> Checkpoint:
     """Open a slim checkpoint, or a directory of original files, for reading.
 
     Parameters
@@ -36,6 +37,9 @@ def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
     backend
         ``"mmap"`` (the default) maps files, so that processes of a node share memory; ``"pread"``
         reads what is asked for into memory of its own.
+    check
+        Compare the bytes of each tensor with their digests before they are used, once. Reads all
+        of the storage that a tensor lies in; a slim checkpoint only.
 
     Returns
     -------
@@ -46,11 +50,12 @@ def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
     Raises
     ------
     UsageError
-        There is no directory of that name, or no such backend.
+        There is no directory of that name, or no such backend; or ``check`` is asked for where
+        there are no digests.
     StoreDamagedError, UnsupportedStoreError
         The root manifest is damaged, or asks for a newer slimckpt.
     """
-    return Checkpoint(path, backend)
+    return Checkpoint(path, backend, check)
 
 
 class Checkpoint:
@@ -59,11 +64,19 @@ class Checkpoint:
     A context manager. It can be pickled, and is opened again by its path where it is unpickled.
     """
 
-    def __init__(self, path: Path, backend: BackendName | None = None) -> None:
+    def __init__(self, path: Path, backend: BackendName | None = None, check: bool = False) -> None:
         directory = os.path.abspath(os.fsencode(path))
-        self._path, self._backend_name = directory, backend
-        kind = StoreProvider if is_store(directory) else DirectoryProvider
-        self._provider: Provider = kind(directory)
+        self._path, self._backend_name, self._check = directory, backend, check
+        self._provider: Provider
+        if is_store(directory):
+            self._provider = StoreProvider(directory, check)
+        elif check:
+            raise UsageError(
+                f"{show_path(directory)} is no slim checkpoint: there are no digests to check"
+                " its bytes against"
+            )
+        else:
+            self._provider = DirectoryProvider(directory)
         self._backend = make_backend(backend, self._provider.damaged)
         self._counting: tuple[str, ...] | None = None
         self._wholes: dict[Group, Mapping[str, WholeTensor]] = {}
@@ -80,7 +93,7 @@ class Checkpoint:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self._path, self._backend_name)
+        return open, (self._path, self._backend_name, self._check)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {encode_path(self._path)!a}>"

@@ -528,6 +528,12 @@ def test_damage_is_found_where_it_is_looked_for(run: tuple[Path, Path], tmp_path
     for kind in ("ckpt", "safetensors"):
         with pytest.raises(ValueError, match=rf"net-1_3\.{kind}.*CRC32"):
             load_checkpoint(slim, file=f"rank_0/net-1_3.{kind}", crc_check=True)
+    with pytest.raises(slimckpt.SlimckptError, match=r"'first\.weight'"):
+        load_checkpoint(slim, file="rank_0/net-1_3.ckpt", check=True)
+    found = tensors(slim, file="rank_0/net-1_3.ckpt", check=True)
+    assert bytes(found["scale"].get_bytes()) == dict(expected[1])["scale"].content
+    with pytest.raises(slimckpt.SlimckptError, match=r"'first\.weight'"):
+        found["first.weight"]
     assert not slimckpt.verify(slim).sound
     container.write_bytes(content[:-1000])
     with pytest.raises(slimckpt.SlimckptError, match=f"{container.name} looks truncated"):
