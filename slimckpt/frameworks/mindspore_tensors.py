@@ -32,29 +32,31 @@ _LISTED = 8
 def entries(mindspore: Any, origin: Origin, chosen: Callable[[str], bool] | None) -> dict[str, Any]:
     """The entries of a file as MindSpore's loader gives them (2.10, ``serialization.py``): in file
     order; those of safetensors by name, and not told their names."""
-    holding = origin.holding
+    holding, table = origin.holding, origin.holding.table
     named = holding.file.format != "safetensors"
-    names = holding.table.names()
+    names = table.names()
     rows = range(len(names)) if named else sorted(range(len(names)), key=names.__getitem__)
-    picked = [row for row in rows if chosen is None or chosen(names[row])]
-    _refuse_dropped(origin, [names[row] for row in sorted({*holding.dropped()} & {*picked})])
+    dropped = [names[row] for row in holding.dropped()]
+    _refuse_dropped(origin, [name for name in dropped if chosen is None or chosen(name)])
     found: dict[str, Any] = {}
-    for name, group in groupby(picked, key=names.__getitem__):
-        row, *more = group
-        dtype = holding.table.dtype(row)
-        if dtype == _TEXT:
-            found[name] = _text(origin, row)
+    for name, group in groupby(rows, key=names.__getitem__):
+        if chosen is not None and not chosen(name):
             continue
-        if dtype not in _LOADED:
+        row, *more = group
+        dtype = table.dtype(row)
+        if dtype not in _LOADED and dtype != _TEXT:
             raise NotUnderstoodError(
                 f"{holding.label}: {name!a} is of type {dtype}, of which no parameter is made"
                 " here; choice_func can leave it out"
             )
-        if more:
+        if more or (dtype == _TEXT and _pieces(origin, row) > 1):
             raise AmbiguousTensorError(
-                f"{holding.label}: {1 + len(more)} tensors in a row are named {name!a}. MindSpore"
-                " takes such for pieces of one, which they are not; choice_func can leave them out"
+                f"{holding.label}: several entries in a row are named {name!a}. MindSpore takes"
+                " such for pieces of one, which they are not; choice_func can leave them out"
             )
+        if dtype == _TEXT:
+            found[name] = _text(origin, row)
+            continue
         array = origin.arrays.array(holding, row)
         # MindSpore copies a tensor that anything else refers to, or that has keywords beside it.
         found[name] = mindspore.Parameter(
@@ -87,6 +89,12 @@ def _text(origin: Origin, row: int) -> str:
             f"{origin.holding.label}: {origin.holding.table.name(row)!a} is not UTF-32, as strings"
             f" must be: {error.reason}"
         ) from None
+
+
+def _pieces(origin: Origin, row: int) -> int:
+    table = origin.holding.table
+    payload = table.tensor(row).payload
+    return 0 if payload is None else len(table.spans(payload))
 
 
 def _refuse_dropped(origin: Origin, names: list[str]) -> None:

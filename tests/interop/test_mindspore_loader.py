@@ -288,14 +288,21 @@ def test_of_names_that_are_there_twice_the_later_counts(tmp_path: Path) -> None:
     slimckpt.slim(tmp_path / "run", tmp_path / "slim", **KEEP_ALL)
     expected = values(own(path))
     assert [name for name, _ in expected[1]] == ["a", "b"]
+    only = values(own(path, filter_prefix="b"))
+    assert only[1] == expected[1][:1]
     for root in (tmp_path / "run", tmp_path / "slim"):
         assert values(load_checkpoint(root, 0)) == expected
+        assert values(load_checkpoint(root, 0, filter_prefix="b")) == only
 
 
 REFUSED = {
     "two in a row": (
         record("a", "Float32", [2], bytes(8)) + record("a", "Float32", [2], bytes(8)),
-        r"net-1_1\.ckpt: 2 tensors in a row are named 'a'",
+        r"net-1_1\.ckpt: several entries in a row are named 'a'",
+    ),
+    "two strings in a row": (
+        record("a", "str", [0], b"x\0\0\0") + record("a", "str", [0], b"y\0\0\0"),
+        r"net-1_1\.ckpt: several entries in a row are named 'a'",
     ),
     "complex": (record("a", "Complex64", [2], bytes(16)), r"'a' is of type C64"),
     "unknown": (record("a", "HiFloat8", [2], bytes(2)), r"'a' is of type opaque:HiFloat8"),
