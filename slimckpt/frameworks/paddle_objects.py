@@ -7,6 +7,7 @@ are allowed, and tensors lie in memory that is given.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -14,15 +15,18 @@ from typing import Any
 import numpy as np
 
 from slimckpt.errors import DamagedFileError, NotUnderstoodError, SlimckptError
+from slimckpt.formats.numpy_arrays import LATIN_1, is_shape
+from slimckpt.formats.pickles import Stored
+from slimckpt.frameworks.allowed import Allowed, UnfinishedArray
 from slimckpt.frameworks.construct import Constructor
 from slimckpt.frameworks.paddle_names import allowed_of_paddle
 from slimckpt.frameworks.paddle_tensors import is_aligned, of_array
-from slimckpt.model import Bytes
+from slimckpt.model import FLOOR, RAW, Bytes
 from slimckpt.sources.positioned import ByteSource
 from slimckpt.views.arrays import Array
 
-Memory = Callable[[int, int], Bytes]
-"""Writable memory of stored bytes: offset in the file, and length."""
+Memory = Callable[[int, int, str], Bytes]
+"""Writable memory of stored bytes: offset in the file, length, encoding."""
 
 _NAMES = "StructuredToParameterName@@"
 _CUT = "UnpackBigParamInfor@@"
@@ -62,10 +66,7 @@ class Objects:
 
     def of_file(self, source: ByteSource) -> Any:
         """The first object in a file, the only one that ``paddle.load`` reads."""
-        reader = _Reader(
-            source, 0, source.size, allowed=self.allowed, memory=self.memory, encoding="latin1"
-        )
-        found = reader.read()
+        found = _Reader(source, self.allowed, self.memory).read()
         try:
             if _paths(found, {}) > _MAX_AGAIN + 4 * source.size:
                 raise NotUnderstoodError(
@@ -116,17 +117,35 @@ class Objects:
 
 
 class _Reader(Constructor):
-    """Reads pickles of Paddle; a state of its random generators, whose memory is anything until it
-    is given a state, is never left without."""
+    """Reads pickles of Paddle.
+
+    The elements of an array are never held as the text that they are under protocol 2. A state of
+    Paddle's random generators, whose memory is anything until it is given one, is never left so.
+    """
+
+    def __init__(self, source: ByteSource, allowed: Allowed, memory: Memory) -> None:
+        super().__init__(source, 0, source.size, allowed=allowed, encoding="latin1")
+        self.decoded = memory
+        self.memory = lambda at, nbytes: memory(at, nbytes, RAW)
+        self.encode = allowed.find("_codecs", "encode", source.label)
+        self.begun: dict[int, Any] = {}
 
     def read(self) -> Any:
-        self.begun: dict[int, Any] = {}
         found = super().read()
         if self.begun:
             self.damaged("a GeneratorState was begun and never given its state")
         return found
 
+    def text(self, nbytes: int) -> None:
+        below = self.marks[-1][-1] if self.marks and self.marks[-1] else None
+        if nbytes >= FLOOR and type(below) is UnfinishedArray and len(self.stack) == 5:
+            self.stack.append(self.stored(nbytes, "utf-8"))
+        else:
+            super().text(nbytes)
+
     def call(self, what: Any, args: Any, kwargs: Any = None, new: bool = False) -> Any:
+        if what is self.encode and type(args) is tuple and args and type(args[0]) is Stored:
+            return args[0]
         found = super().call(what, args, kwargs, new)
         if type(found).__name__ == "GeneratorState":
             self.begun[id(found)] = found
@@ -135,6 +154,15 @@ class _Reader(Constructor):
     def build(self, state: Any) -> None:
         super().build(state)
         self.begun.pop(id(self.stack[-1]), None)
+
+    def array(self, data: Any, dtype: Any, shape: Any, order: str) -> Any:
+        encoding = RAW
+        if type(data) is Stored and data.text and isinstance(dtype, np.dtype) and is_shape(shape):
+            nbytes = dtype.itemsize * math.prod(shape)
+            # Text that takes one byte a character is the bytes themselves.
+            encoding = RAW if nbytes == data.nbytes else f"{LATIN_1}:{nbytes}"
+        self.memory = lambda at, stored: self.decoded(at, stored, encoding)
+        return super().array(data, dtype, shape, order)
 
 
 def _check_pieces(found: dict[Any, Any], label: str) -> None:
