@@ -185,7 +185,11 @@ class Constructor(PickleReader):
         if type(state) is not tuple or len(state) != 5:
             self.damaged("the state of an array is none")
         _, shape, dtype, fortran, data = state
-        return self.array(data, dtype, shape, "F" if fortran else "C")
+        found = self.array(data, dtype, shape, "F" if fortran else "C")
+        if found.dtype.byteorder in "=|":
+            return found
+        # numpy keeps the order of the machine here, but not in _frombuffer.
+        return found.astype(found.dtype.newbyteorder("="))
 
     def array(self, data: Any, dtype: Any, shape: Any, order: str) -> Any:
         if not isinstance(dtype, np.dtype) or type(shape) is not tuple or len(shape) > _MAX_AXES:

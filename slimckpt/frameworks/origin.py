@@ -12,7 +12,7 @@ import numpy as np
 
 from slimckpt.analysis.tree import is_store
 from slimckpt.encodings import decoder
-from slimckpt.errors import NotUnderstoodError, UsageError
+from slimckpt.errors import DroppedTensorError, NotUnderstoodError, UsageError
 from slimckpt.model import HOME_PAYLOAD, RAW, Bytes, StepLabel, Tensor, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays
@@ -134,6 +134,29 @@ def _require(member: Member, formats: tuple[str, ...], writer: str) -> None:
         raise NotUnderstoodError(
             f"{member.holding.label}: expected a file of {writer}, found {found}; its tensors can"
             " be had all the same (slimckpt.open, or tensors of a framework by name)"
+        )
+
+
+def require_undropped(holding: Holding, call: str) -> None:
+    """That all tensors of a file are there, without which its object cannot be made.
+
+    Parameters
+    ----------
+    call : str
+        What gives those that are left.
+
+    Raises
+    ------
+    DroppedTensorError
+        Some were left out when it was slimmed.
+    """
+    rows = holding.dropped()
+    if rows:
+        names = ", ".join(ascii(holding.table.tensor(row).name) for row in rows[:_LISTED])
+        raise DroppedTensorError(
+            f"{holding.label}: {len(rows)} of its tensors were left out when it was slimmed"
+            f" (--drop); {call} gives those that are left. Gone are {names}"
+            + (", …" if len(rows) > _LISTED else "")
         )
 
 

@@ -10,7 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slimckpt.errors import FrameworkMissingError, UsageError
-from slimckpt.frameworks.origin import Payloads, missing, opened, split, step_of
+from slimckpt.frameworks.origin import (
+    Payloads,
+    missing,
+    opened,
+    require_undropped,
+    split,
+    step_of,
+)
 from slimckpt.frameworks.paddle_objects import Objects
 from slimckpt.frameworks.paddle_tensors import DTYPES, Tensors, version_of
 from slimckpt.model import StepLabel, encode_path
@@ -87,6 +94,7 @@ def load(
         opened(path, file, rank, step, run, _FORMATS, "paddle.save", backend, check) as origin,
         origin.holding.source() as source,
     ):
+        require_undropped(origin.holding, "tensors(…)")
         if origin.holding.file.format == "safetensors":
             view = origin.checkpoint.files[encode_path(origin.member.path)]
             # Paddle takes unsigned integers of 16 bits for bfloat16.
