@@ -12,7 +12,7 @@ import numpy as np
 
 from slimckpt.analysis.tree import is_store
 from slimckpt.encodings import decoder
-from slimckpt.errors import DroppedTensorError, NotUnderstoodError, UsageError
+from slimckpt.errors import DamagedFileError, DroppedTensorError, NotUnderstoodError, UsageError
 from slimckpt.model import HOME_PAYLOAD, RAW, Bytes, StepLabel, Tensor, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays
@@ -189,7 +189,12 @@ class Payloads:
         table = self._holding.table
         if row is None or int(table.payload_nbytes[row]) != nbytes:
             stored = np.frombuffer(self._read(offset, nbytes), np.uint8)
-            return np.array(decoder(encoding)(stored, [nbytes]))
+            try:
+                return np.array(decoder(encoding)(stored, [nbytes]))
+            except (DamagedFileError, NotUnderstoodError) as error:
+                raise type(error)(
+                    f"{self._holding.label}: bytes {offset} to {offset + nbytes}: {error}"
+                ) from None
         return self._arrays.stream(self._holding, self._tensor(row, encoding))
 
     def _tensor(self, payload: int, encoding: str) -> Tensor:

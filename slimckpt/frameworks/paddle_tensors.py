@@ -107,7 +107,7 @@ class Tensors:
             member, row = view._find(name)
             try:
                 made[name] = self._tensor(arrays[name], tensor_of(member.holding, row).dtype)
-            except (ValueError, RuntimeError) as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 found = arrays[name]
                 raise NotUnderstoodError(
                     f"{member.holding.label}: tensor {name!a}: Paddle takes no {found.dtype} of"
