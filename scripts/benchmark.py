@@ -19,7 +19,14 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
-from benchmarks import commands, many_ranks, memory, pickles, reading
+from benchmarks import (
+    commands,
+    many_ranks,
+    memory,
+    node_memory_of_frameworks,
+    pickles,
+    reading,
+)
 from benchmarks.machine import machine
 from benchmarks.turns import Result, Verdict
 from benchmarks.workshop import Options, Workshop
@@ -37,6 +44,7 @@ MEASUREMENTS = {
     "read": reading.read,
     "open": reading.open_rank,
     "node": memory.node,
+    "frameworks": node_memory_of_frameworks.frameworks,
     "private": memory.private,
     "ranks": many_ranks.ranks,
     "pickles": pickles.pickles,

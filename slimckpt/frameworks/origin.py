@@ -67,12 +67,7 @@ def opened(
     NotUnderstoodError
         The file is of another format.
     """
-    root, inner = split(path)
-    if inner is not None and file is not None:
-        raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
-    wanted = inner if file is None else os.fspath(file)
-    if wanted is not None and (rank, step, run) != (None, None, None):
-        raise UsageError("a file was named; leave out rank, step and run")
+    root, wanted = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
         if wanted is not None:
             member = checkpoint.files.member(wanted)
@@ -80,6 +75,24 @@ def opened(
         else:
             member = _only(step_of(checkpoint, step, run), rank, formats, writer)
         yield Origin(checkpoint, member, Arrays(checkpoint._backend, True))
+
+
+def which(
+    path: Path,
+    file: Path | None,
+    rank: int | None,
+    step: StepLabel | None,
+    run: str | None,
+) -> tuple[bytes, str | bytes | None]:
+    """The root of a checkpoint, and the file in it, if the arguments name one; those that
+    contradict each other are a ``UsageError``."""
+    root, inner = split(path)
+    if inner is not None and file is not None:
+        raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
+    wanted = os.fspath(file) if file is not None else inner and encode_path(inner)
+    if wanted is not None and (rank, step, run) != (None, None, None):
+        raise UsageError("a file was named; leave out rank, step and run")
+    return root, wanted
 
 
 def split(path: Path) -> tuple[bytes, bytes | None]:
@@ -106,8 +119,16 @@ def step_of(checkpoint: Checkpoint, step: StepLabel | None, run: str | None) -> 
 def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -> Member:
     """The one file of a rank that has one of the formats; its own before those of all ranks."""
     held = step.held(rank, {})
-    found = [m for m in held if m.holding.file.understood and m.holding.file.format in formats]
+    found = [
+        member
+        for member in held
+        if member.holding.file.format in formats and member.holding.file.condition != "opaque"
+    ]
     own = [member for member in found if member.role.rank is not None or member.role.coords]
+    for member in own or found:
+        if not member.holding.file.understood:
+            # It may well be the one that is meant.
+            raise member.holding.refusal()
     by_body = {id(member.holding): member for member in reversed(own or found)}
     if len(by_body) == 1:
         return next(iter(by_body.values()))
@@ -137,26 +158,21 @@ def _require(member: Member, formats: tuple[str, ...], writer: str) -> None:
         )
 
 
-def require_undropped(holding: Holding, call: str) -> None:
-    """That all tensors of a file are there, without which its object cannot be made.
-
-    Parameters
-    ----------
-    call : str
-        What gives those that are left.
+def require_complete(holding: Holding) -> None:
+    """All tensors of a file are there, as making its object takes.
 
     Raises
     ------
     DroppedTensorError
         Some were left out when it was slimmed.
     """
-    rows = holding.dropped()
-    if rows:
-        names = ", ".join(ascii(holding.table.tensor(row).name) for row in rows[:_LISTED])
+    dropped = holding.dropped()
+    if dropped:
+        first = holding.table.name(dropped[0])
         raise DroppedTensorError(
-            f"{holding.label}: {len(rows)} of its tensors were left out when it was slimmed"
-            f" (--drop); {call} gives those that are left. Gone are {names}"
-            + (", …" if len(rows) > _LISTED else "")
+            f"{holding.label}: {len(dropped)} of its tensors were left out when it was slimmed"
+            f" (--drop), such as {first!a}, so its object cannot be made. What is left can be had"
+            " by name: state_dict or tensors, or slimckpt.open"
         )
 
 

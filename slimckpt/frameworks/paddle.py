@@ -10,14 +10,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from slimckpt.errors import FrameworkMissingError, UsageError
-from slimckpt.frameworks.origin import (
-    Payloads,
-    missing,
-    opened,
-    require_undropped,
-    split,
-    step_of,
-)
+from slimckpt.frameworks.origin import Payloads, missing, opened, require_complete, step_of, which
 from slimckpt.frameworks.paddle_objects import Objects
 from slimckpt.frameworks.paddle_tensors import DTYPES, Tensors, version_of
 from slimckpt.model import StepLabel, encode_path
@@ -94,7 +87,7 @@ def load(
         opened(path, file, rank, step, run, _FORMATS, "paddle.save", backend, check) as origin,
         origin.holding.source() as source,
     ):
-        require_undropped(origin.holding, "tensors(…)")
+        require_complete(origin.holding)
         if origin.holding.file.format == "safetensors":
             view = origin.checkpoint.files[encode_path(origin.member.path)]
             # Paddle takes unsigned integers of 16 bits for bfloat16.
@@ -131,6 +124,14 @@ def tensors(
         and no other tensor but those that are views of the same memory in the file. Dtypes that
         Paddle does not have are ``uint8``: packed ones as stored, ``U16`` with one more axis, of
         the bytes of an element.
+
+    Notes
+    -----
+    What shares the mapped memory and what is copied is as with :func:`load`; Paddle 2.6 copies
+    everything. Of 512 MiB in 32 tensors, Paddle 3.3.1, warm: ``paddle.load`` takes 0.97 s and
+    512 MiB of private memory, :func:`load` 14 ms, this 5 ms, both no private memory; 8 processes
+    that then touch every page 4,098, 514 and 515 MiB in all. A ``Parameter`` is a copy of what
+    ``set_state_dict`` gives it.
     """
     paddle = imported()
     if not paddle.in_dynamic_mode():
@@ -138,8 +139,7 @@ def tensors(
             "in static mode Paddle has no tensors outside of a program; call"
             " paddle.disable_static(), or take arrays (slimckpt.open)"
         )
-    root, inner = split(path)
-    named = file if inner is None else inner
+    root, named = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
         if named is not None:
             view: Any = checkpoint.files[named]

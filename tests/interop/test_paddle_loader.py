@@ -506,7 +506,7 @@ def test_dropped_tensors_are_named_and_the_others_can_be_had(tmp_path: Path) -> 
         paddle.save(both, str(tmp_path / f"run/step_{number}/rank_0/both.pdparams"))
     slim(tmp_path / "run", tmp_path / "store", min_saving=0, drop=["optimizer"])
     file = "step_1/rank_0/both.pdparams"
-    with pytest.raises(DroppedTensorError, match=r"both.pdparams: .*tensors\(…\) gives .*moment"):
+    with pytest.raises(DroppedTensorError, match=r"both.pdparams: 4 .*moment.*by name: .*tensors"):
         loader.load(tmp_path / "store", file=file)
     found = loader.tensors(tmp_path / "store", file=file)
     with slimckpt.open(tmp_path / "run") as checkpoint:
