@@ -21,12 +21,13 @@ from slimckpt.views.arrays import Arrays
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
 from slimckpt.views.selection import Place, numbers_of, pick, places_of
+from slimckpt.views.staging import Stage
 from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
 
 Path = str | bytes | os.PathLike[Any]
 
 
-def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
+def open(path: Path, backend: BackendName | None = None, stage: Path | None = None) -> Checkpoint:
     """Open a slim checkpoint, or a directory of original files, for reading.
 
     Parameters
@@ -36,6 +37,13 @@ def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
     backend
         ``"mmap"`` (the default) maps files, so that processes of a node share memory; ``"pread"``
         reads what is asked for into memory of its own.
+    stage
+        A directory of local storage (``"/dev/shm/NAME"``) of this user, made if it does not exist.
+        A file with tensors that are read is brought there, as a whole and in large reads, when the
+        first of its tensors is: by one process of the node, while the others wait for it and then
+        use the same copy. ``prefetch()`` of a view brings all its files. Where there is no space a
+        file is used where it is, and a warning is logged. The copies stay: ``rm -r`` the directory
+        when the last job is done; processes that have them mapped keep what they have.
 
     Returns
     -------
@@ -46,11 +54,12 @@ def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
     Raises
     ------
     UsageError
-        There is no directory of that name, or no such backend.
+        There is no directory of that name, or no such backend; or the stage is not this user's
+        alone.
     StoreDamagedError, UnsupportedStoreError
         The root manifest is damaged, or asks for a newer slimckpt.
     """
-    return Checkpoint(path, backend)
+    return Checkpoint(path, backend, stage)
 
 
 class Checkpoint:
@@ -59,12 +68,18 @@ class Checkpoint:
     A context manager. It can be pickled, and is opened again by its path where it is unpickled.
     """
 
-    def __init__(self, path: Path, backend: BackendName | None = None) -> None:
+    def __init__(
+        self, path: Path, backend: BackendName | None = None, stage: Path | None = None
+    ) -> None:
         directory = os.path.abspath(os.fsencode(path))
         self._path, self._backend_name = directory, backend
+        self._stage = None if stage is None else os.path.abspath(os.fsencode(stage))
         kind = StoreProvider if is_store(directory) else DirectoryProvider
         self._provider: Provider = kind(directory)
-        self._backend = make_backend(backend, self._provider.damaged)
+        files = None
+        if self._stage is not None:
+            files = Stage(self._stage, directory, self._provider.identity)
+        self._backend = make_backend(backend, self._provider.damaged, files)
         self._counting: tuple[str, ...] | None = None
         self._wholes: dict[Group, Mapping[str, WholeTensor]] = {}
 
@@ -80,7 +95,7 @@ class Checkpoint:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self._path, self._backend_name)
+        return open, (self._path, self._backend_name, self._stage)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {encode_path(self._path)!a}>"

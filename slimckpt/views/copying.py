@@ -55,7 +55,8 @@ def room(out: Any, dtype: np.dtype[Any], shape: tuple[int, ...], what: str) -> A
         raise refusal("a buffer whose bytes lie apart")
     if not nbytes:
         return np.empty(shape, dtype)
-    return np.ndarray(shape, dtype, np.frombuffer(buffer, np.uint8))
+    found: Array = np.ndarray(shape, dtype, np.frombuffer(buffer, np.uint8))
+    return found
 
 
 def copy_tensor(arrays: Arrays, holding: Holding, row: int, out: Any, what: str) -> None:

@@ -24,7 +24,7 @@ from slimckpt.errors import (
     SlimckptError,
     StoreDamagedError,
 )
-from slimckpt.model import Ints, Role, SourceFile, StepLabel, Table
+from slimckpt.model import Ints, Role, SourceFile, StepLabel, Table, encode_path
 from slimckpt.sources.positioned import ByteSource, FileSource
 from slimckpt.store.index import IN_SKELETON, STORED, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
@@ -147,6 +147,11 @@ class Provider(ABC):
     damaged: type[SlimckptError]
     path: bytes
 
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What tells this checkpoint from others, and a slim one from its next version."""
+
     @abstractmethod
     def groups(self) -> list[Group]:
         """Every step of every run, sorted."""
@@ -183,6 +188,10 @@ class DirectoryProvider(Provider):
             found += [Member(path, _linked(path, file.role), holding) for path in file.links]
         for member in _sorted(found):
             self._groups.setdefault(member.group, {})[member.path] = member
+
+    @property
+    def identity(self) -> str:
+        return encode_path(os.path.realpath(self.path))
 
     def groups(self) -> list[Group]:
         return sorted(self._groups, key=lambda group: (group.run, step_key(group.step)))
@@ -239,6 +248,10 @@ class StoreProvider(Provider):
         for number, part in enumerate(self._store.root.parts):
             self._numbers.setdefault(Group(part.run, part.step), []).append(number)
         self._listed: dict[Group, dict[bytes, Member]] = {}
+
+    @property
+    def identity(self) -> str:
+        return self._store.root.digest
 
     def groups(self) -> list[Group]:
         return sorted(self._numbers, key=lambda group: (group.run, step_key(group.step)))
