@@ -206,9 +206,8 @@ class MmapBackend(Backend):
     def mapped(self, path: bytes, expected_size: int) -> Bytes | None:
         """All bytes of a file, unless it is on a network: there ranges are brought in first."""
         self.require_open()
-        if self.files.far(path):
-            return None
-        return self._whole(path, expected_size)
+        found = self._whole(path, expected_size)
+        return None if self.files.far(path) else found
 
     def private(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> Bytes:
         self._check(path, offset, nbytes, expected_size)
@@ -223,10 +222,12 @@ class MmapBackend(Backend):
 
     def mapped_private(self, path: bytes, expected_size: int) -> Bytes | None:
         self.require_open()
-        if not expected_size or self.files.far(path):
+        if not expected_size:
             return None
         pages = self._private_pages(path, 0, expected_size, expected_size)
-        return None if pages is None else np.frombuffer(pages, np.uint8)
+        if pages is None or self.files.far(path):
+            return None
+        return np.frombuffer(pages, np.uint8)
 
     def _private_pages(
         self, path: bytes, start: int, nbytes: int, expected_size: int
