@@ -19,7 +19,15 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
-from benchmarks import commands, loading, many_ranks, memory, pickles, reading
+from benchmarks import (
+    commands,
+    loading,
+    many_ranks,
+    memory,
+    node_memory_of_frameworks,
+    pickles,
+    reading,
+)
 from benchmarks.machine import machine
 from benchmarks.turns import Result, Verdict
 from benchmarks.workshop import Options, Workshop
@@ -39,6 +47,7 @@ MEASUREMENTS = {
     "copy": loading.copy,
     "cold": loading.cold,
     "node": memory.node,
+    "frameworks": node_memory_of_frameworks.frameworks,
     "private": memory.private,
     "ranks": many_ranks.ranks,
     "pickles": pickles.pickles,

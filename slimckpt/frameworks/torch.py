@@ -11,7 +11,14 @@ from typing import Any
 
 from slimckpt.errors import FrameworkMissingError, NotUnderstoodError
 from slimckpt.formats.torch_files import archives_of
-from slimckpt.frameworks.origin import Payloads, missing, opened, split, step_of
+from slimckpt.frameworks.origin import (
+    Payloads,
+    missing,
+    opened,
+    require_complete,
+    split,
+    step_of,
+)
 from slimckpt.frameworks.torch_objects import Objects
 from slimckpt.frameworks.torch_tensors import Tensors
 from slimckpt.model import StepLabel, encode_path
@@ -31,6 +38,7 @@ def load(
     run: str | None = None,
     allow: Iterable[Any] = (),
     backend: BackendName | None = None,
+    check: bool = False,
 ) -> Any:
     """The object that ``torch.load(original, weights_only=False, map_location="cpu")`` gives.
 
@@ -48,7 +56,7 @@ def load(
         Say which file, where ``file`` does not: the only one of the rank that torch wrote.
     allow
         Further classes and functions that the file may name.
-    backend
+    backend, check
         As of :func:`slimckpt.open`.
 
     Returns
@@ -70,12 +78,13 @@ def load(
     """
     torch = imported()
     with (
-        opened(path, file, rank, step, run, _FORMATS, "torch.save", backend) as origin,
+        opened(path, file, rank, step, run, _FORMATS, "torch.save", backend, check) as origin,
         origin.holding.source() as source,
     ):
         if origin.holding.file.format == "safetensors":
             view = origin.checkpoint.files[encode_path(origin.member.path)]
             return Tensors(torch, origin.checkpoint).named(view)
+        require_complete(origin.holding)
         objects = Objects(torch, Payloads(origin, source.read), allow)
         if origin.holding.file.format == "torch-legacy":
             return objects.of_legacy(source)
@@ -97,13 +106,14 @@ def state_dict(
     file: Path | None = None,
     run: str | None = None,
     backend: BackendName | None = None,
+    check: bool = False,
     coords: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
     """The tensors of a rank, or of one file, by name, of files of any format.
 
     Parameters
     ----------
-    path, step, file, run, backend
+    path, step, file, run, backend, check
         As of :func:`load`.
     rank, coords
         As of :meth:`slimckpt.Step.rank`.
@@ -117,7 +127,7 @@ def state_dict(
     torch = imported()
     root, inner = split(path)
     named = file if inner is None else inner
-    with Checkpoint(root, backend) as checkpoint:
+    with Checkpoint(root, backend, check) as checkpoint:
         if named is not None:
             view: Any = checkpoint.files[named]
         else:
@@ -134,6 +144,7 @@ def StorageReader(
     directory: Path | None = None,
     allow: Iterable[Any] = (),
     backend: BackendName | None = None,
+    check: bool = False,
 ) -> Any:
     """What reads a slim checkpoint for ``torch.distributed.checkpoint.load``.
 
@@ -141,7 +152,7 @@ def StorageReader(
 
     Parameters
     ----------
-    path, step, run, allow, backend
+    path, step, run, allow, backend, check
         As of :func:`load`; ``path`` may go on with the path of a directory in the checkpoint.
     directory
         Where in the tree the ``.metadata`` lies, if there are several.
@@ -154,7 +165,7 @@ def StorageReader(
     imported()
     from slimckpt.frameworks.torch_dcp import SlimReader
 
-    return SlimReader(path, step, run, directory, tuple(allow), backend)
+    return SlimReader(path, step, run, directory, tuple(allow), backend, check)
 
 
 def imported() -> Any:

@@ -46,12 +46,13 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
         directory: Path | None,
         allow: tuple[Any, ...],
         backend: BackendName | None,
+        check: bool,
     ) -> None:
         root, inner = split(path)
         if inner is not None and directory is not None:
             raise UsageError(f"{os.fsdecode(path)!a} names a directory already")
         wanted = inner if directory is None else os.fsencode(directory)
-        self._checkpoint = Checkpoint(root, backend)
+        self._checkpoint = Checkpoint(root, backend, check)
         self._member = self._described(step, run, wanted)
         self._allow = allow
         self._stored: dict[Any, Any] = {}

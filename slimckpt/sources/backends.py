@@ -23,7 +23,7 @@ import numpy as np
 
 from slimckpt.errors import ClosedError, DamagedFileError, SlimckptError, UsageError
 from slimckpt.model import Bytes, Span, show_path
-from slimckpt.sources.digest import default_jobs, reusable_buffer
+from slimckpt.sources.digest import reusable_buffer
 from slimckpt.sources.files import Files
 from slimckpt.sources.positioned import read_spans_into
 from slimckpt.sources.threads import READERS, share_out
@@ -92,14 +92,14 @@ class Backend(ABC):
         self._check(path, offset, len(memory), expected_size)
         if not len(memory):
             return
-        with self._opened(path, expected_size) as fd:
+        with self.opened(path, expected_size) as fd:
 
             def read(at: int) -> None:
                 part = memory.data[at : at + WARM]
                 read_spans_into(fd, [Span(offset + at, len(part))], part, show_path(path))
 
             blocks = range(0, len(memory), WARM)
-            share_out(read, blocks, min(READERS, default_jobs(), len(blocks)))
+            share_out(read, blocks, min(READERS, len(blocks)))
 
     def warm(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> None:
         """Read at most :data:`WARM` bytes into the page cache, and nowhere else.
@@ -107,7 +107,7 @@ class Backend(ABC):
         Errors are those of :meth:`view`.
         """
         self._check(path, offset, nbytes, expected_size)
-        with self._opened(path, expected_size) as fd:
+        with self.opened(path, expected_size) as fd:
             span = Span(offset, nbytes)
             read_spans_into(fd, [span], reusable_buffer(nbytes), show_path(path))
 
@@ -129,7 +129,7 @@ class Backend(ABC):
             )
 
     @contextmanager
-    def _opened(self, path: bytes, expected_size: int) -> Iterator[int]:
+    def opened(self, path: bytes, expected_size: int) -> Iterator[int]:
         """A descriptor of the file, its length checked."""
         try:
             fd = self.files.open(path, expected_size)
@@ -232,7 +232,7 @@ class MmapBackend(Backend):
     def _private_pages(
         self, path: bytes, start: int, nbytes: int, expected_size: int
     ) -> mmap.mmap | None:
-        with self._opened(path, expected_size) as fd:
+        with self.opened(path, expected_size) as fd:
             try:
                 return _mmap(fd, nbytes, mmap.ACCESS_COPY, start)
             except (OSError, ValueError) as error:
@@ -254,7 +254,7 @@ class MmapBackend(Backend):
         return mapped
 
     def _map(self, path: bytes, expected_size: int) -> Bytes | None:
-        with self._opened(path, expected_size) as fd:
+        with self.opened(path, expected_size) as fd:
             try:
                 mapped = _mmap(fd, expected_size, mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
@@ -286,7 +286,7 @@ class MmapBackend(Backend):
         cold = [block for block in blocks if (path, block) not in self._warm]
         if not cold:
             return
-        with self._opened(path, expected_size) as fd:
+        with self.opened(path, expected_size) as fd:
 
             def read(block: int) -> None:
                 os.preadv(fd, [reusable_buffer(WARM)], block * WARM)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 READERS = 4
-"""Threads that read one file: a disk is as fast with one, a network file system is not."""
+"""Threads that read or copy, whatever the cores: more of them wait less for a network file system,
+and get more of a machine that is busy."""
 
 _T = TypeVar("_T")
 

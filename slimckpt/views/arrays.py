@@ -73,15 +73,15 @@ class Arrays:
             return self._finished(found.copy())
         return found
 
-    def pieces(self, holding: Holding, row: int) -> list[Stretch]:
+    def pieces(self, holding: Holding, row: int, check: bool) -> list[Stretch]:
         """Where the bytes are that an array is made of, in stream order; nothing where none are.
 
-        Of an encoded tensor, all that must be decoded.
+        Of an encoded tensor, all that must be decoded. Without ``check`` they need not be sound.
         """
         tensor, dtype, shape = described(holding, row)
         if tensor.nbytes == 0 or tensor.fill is not None:
             return []
-        stretches = _stretches(holding, tensor)
+        stretches = _stretches(holding, tensor, check)
         if tensor.encoding != RAW:
             return stretches
         low, high, _ = _extent(holding, tensor, shape, dtype.itemsize)
@@ -292,12 +292,13 @@ def _extent(
     return low * itemsize, (high + 1) * itemsize, tuple(s * itemsize for s in strides)
 
 
-def _stretches(holding: Holding, tensor: Tensor) -> list[Stretch]:
+def _stretches(holding: Holding, tensor: Tensor, check: bool = True) -> list[Stretch]:
     """Where a tensor's payload is, neighbours joined; an error about it names the tensor."""
     if tensor.payload is None:
         raise holding.damaged(f"{_name(holding, tensor)} has elements but no bytes")
     try:
-        found = holding.stretches(tensor.payload)
+        find = holding.stretches if check else holding.located
+        found = find(tensor.payload)
     except StoreDamagedError as error:
         raise StoreDamagedError(f"tensor {tensor.name!a}: {error}") from None
     except (IndexError, ValueError) as error:

@@ -27,7 +27,12 @@ from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
 Path = str | bytes | os.PathLike[Any]
 
 
-def open(path: Path, backend: BackendName | None = None, stage: Path | None = None) -> Checkpoint:
+def open(
+    path: Path,
+    backend: BackendName | None = None,
+    check: bool = False,
+    stage: Path | None = None,
+) -> Checkpoint:
     """Open a slim checkpoint, or a directory of original files, for reading.
 
     Parameters
@@ -37,6 +42,9 @@ def open(path: Path, backend: BackendName | None = None, stage: Path | None = No
     backend
         ``"mmap"`` (the default) maps files, so that processes of a node share memory; ``"pread"``
         reads what is asked for into memory of its own.
+    check
+        Compare the bytes of each tensor with their digests before they are used, once. Reads all
+        of the storage that a tensor lies in; a slim checkpoint only.
     stage
         A directory of local storage (``"/dev/shm/NAME"``) of this user, made if it does not exist.
         A file with tensors that are read is brought there, as a whole and in large reads, when the
@@ -54,12 +62,12 @@ def open(path: Path, backend: BackendName | None = None, stage: Path | None = No
     Raises
     ------
     UsageError
-        There is no directory of that name, or no such backend; or the stage is not this user's
-        alone.
+        There is no directory of that name, or no such backend; or ``check`` is asked for where
+        there are no digests; or the stage is not this user's alone.
     StoreDamagedError, UnsupportedStoreError
         The root manifest is damaged, or asks for a newer slimckpt.
     """
-    return Checkpoint(path, backend, stage)
+    return Checkpoint(path, backend, check, stage)
 
 
 class Checkpoint:
@@ -69,10 +77,14 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, backend: BackendName | None = None, stage: Path | None = None
+        self,
+        path: Path,
+        backend: BackendName | None = None,
+        check: bool = False,
+        stage: Path | None = None,
     ) -> None:
         directory = os.path.abspath(os.fsencode(path))
-        self._path, self._backend_name = directory, backend
+        self._path, self._backend_name, self._check = directory, backend, check
         self._stage = None if stage is None else os.path.abspath(os.fsencode(stage))
         kind = StoreProvider if is_store(directory) else DirectoryProvider
         self._provider: Provider = kind(directory)
@@ -80,6 +92,8 @@ class Checkpoint:
         if self._stage is not None:
             files = Stage(self._stage, directory, self._provider.identity)
         self._backend = make_backend(backend, self._provider.damaged, files)
+        if check:
+            self._provider.check_by(self._backend)
         self._counting: tuple[str, ...] | None = None
         self._wholes: dict[Group, Mapping[str, WholeTensor]] = {}
 
@@ -95,7 +109,7 @@ class Checkpoint:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self._path, self._backend_name, self._stage)
+        return open, (self._path, self._backend_name, self._check, self._stage)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {encode_path(self._path)!a}>"

@@ -10,7 +10,6 @@ import numpy as np
 from slimckpt.errors import UsageError
 from slimckpt.model import RAW
 from slimckpt.sources.backends import WARM
-from slimckpt.sources.digest import default_jobs
 from slimckpt.sources.threads import READERS, share_out
 from slimckpt.views.arrays import Array, Arrays, described
 from slimckpt.views.providers import Holding
@@ -67,7 +66,7 @@ def copy_tensor(arrays: Arrays, holding: Holding, row: int, out: Any, what: str)
     if not as_stored or arrays.writable or target.nbytes < LARGE or not target.flags.c_contiguous:
         return _copy(target, arrays.array(holding, row))
     memory, at = target.reshape(-1).view(np.uint8), 0
-    for path, offset, nbytes, size in arrays.pieces(holding, row):
+    for path, offset, nbytes, size in arrays.pieces(holding, row, check=True):
         part = memory[at : at + nbytes]
         if path is None:
             part[...] = offset
@@ -84,4 +83,5 @@ def _copy(target: Array, array: Array) -> None:
     def copy(at: int) -> None:
         np.copyto(target[at : at + rows], array[at : at + rows])
 
-    share_out(copy, range(0, len(array), rows), min(READERS, default_jobs()))
+    blocks = range(0, len(array), rows)
+    share_out(copy, blocks, min(READERS, len(blocks)))

@@ -5,6 +5,7 @@ Both give the same :class:`Member` objects; what reads tensors does not know whi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
@@ -23,13 +24,22 @@ from slimckpt.errors import (
     RefusedFileError,
     SlimckptError,
     StoreDamagedError,
+    UsageError,
 )
-from slimckpt.model import Ints, Role, SourceFile, StepLabel, Table, encode_path
-from slimckpt.sources.positioned import ByteSource, FileSource
+from slimckpt.model import Ints, Role, SourceFile, Span, StepLabel, Table, encode_path, show_path
+from slimckpt.sources.backends import Backend
+from slimckpt.sources.digest import BLOCK, digest_of, digest_of_blocks, reusable_buffer
+from slimckpt.sources.positioned import (
+    ByteSource,
+    FileSource,
+    read_spans_into,
+)
 from slimckpt.store.index import IN_SKELETON, STORED, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
-from slimckpt.store.reader import Store
+from slimckpt.store.reader import NOWHERE, Store, damage
 from slimckpt.store.spliced import SplicedSource
+
+_SKELETON = -1
 
 
 class Group(NamedTuple):
@@ -98,7 +108,12 @@ class Holding(ABC):
 
     @abstractmethod
     def stretches(self, payload: int) -> list[Stretch]:
-        """Where the bytes of a payload are, in stream order."""
+        """Where the bytes of a payload are, in stream order; only of one that is sound, where that
+        is checked."""
+
+    def located(self, payload: int) -> list[Stretch]:
+        """The same, of any payload."""
+        return self.stretches(payload)
 
     @abstractmethod
     def places(self) -> Places:
@@ -146,6 +161,19 @@ class Provider(ABC):
 
     damaged: type[SlimckptError]
     path: bytes
+
+    def check_by(self, backend: Backend) -> None:
+        """Compare bytes with their digests before they are used, from now on, read by ``backend``.
+
+        Raises
+        ------
+        UsageError
+            There are no digests.
+        """
+        raise UsageError(
+            f"{show_path(self.path)} is no slim checkpoint: there are no digests to check its bytes"
+            " against"
+        )
 
     @property
     @abstractmethod
@@ -243,6 +271,7 @@ class StoreProvider(Provider):
 
     def __init__(self, path: bytes) -> None:
         self.path = os.path.abspath(path)
+        self._checked_by: Backend | None = None
         self._store = Store(path)
         self._numbers: dict[Group, list[int]] = {}
         for number, part in enumerate(self._store.root.parts):
@@ -252,6 +281,9 @@ class StoreProvider(Provider):
     @property
     def identity(self) -> str:
         return self._store.root.digest
+
+    def check_by(self, backend: Backend) -> None:
+        self._checked_by = backend
 
     def groups(self) -> list[Group]:
         return sorted(self._numbers, key=lambda group: (group.run, step_key(group.step)))
@@ -264,7 +296,7 @@ class StoreProvider(Provider):
                 sizes = {container.name: container.nbytes for container in part.containers}
                 for entry in part.files:
                     file = entry.file
-                    holding = _StoreHolding(self._store, part, entry, sizes)
+                    holding = _StoreHolding(self._store, part, entry, sizes, self._checked_by)
                     found += [Member(file.path, file.role, holding)]
                     found += [Member(p, _linked(p, file.role), holding) for p in file.links]
             self._listed[group] = {member.path: member for member in _sorted(found)}
@@ -274,11 +306,20 @@ class StoreProvider(Provider):
 class _StoreHolding(Holding):
     damaged = StoreDamagedError
 
-    def __init__(self, store: Store, part: Part, entry: FileEntry, sizes: dict[bytes, int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        part: Part,
+        entry: FileEntry,
+        sizes: dict[bytes, int],
+        checked_by: Backend | None,
+    ) -> None:
         super().__init__(entry.file)
         self._store, self._part, self._entry = store, part, entry
         self._sizes = sizes
         self._index: FileIndex | None = None
+        self._checked_by = checked_by
+        self._sound: set[int] | None = None if checked_by is None else set()
 
     @property
     def file(self) -> SourceFile:
@@ -304,22 +345,52 @@ class _StoreHolding(Holding):
         return self.index.dropped_tensors()
 
     def source(self) -> AbstractContextManager[ByteSource]:
+        if self._sound is not None and _SKELETON not in self._sound:
+            stretches = self._stretched(self._store.skeleton_places(self._part, self._entry))
+            self._compare("its skeleton", self._entry.skeleton.digest, stretches)
+            self._sound.add(_SKELETON)
         return SplicedSource(self._store, self._part, self._entry, self.index)
 
-    def stretches(self, payload: int) -> list[Stretch]:
+    def located(self, payload: int) -> list[Stretch]:
+        return self._stretched(self._store.pieces(self._part, self._entry, self.index, payload))
+
+    def _stretched(self, pieces: list[tuple[bytes | None, int, int]]) -> list[Stretch]:
         whole = self._entry.skeleton
-        found = []
-        for name, offset, nbytes in self._store.pieces(
-            self._part, self._entry, self.index, payload
-        ):
-            if name is None:
-                found.append(Stretch(None, offset, nbytes, 0))
-                continue
-            size = self._sizes.get(name, whole.nbytes)
-            found.append(Stretch(self._store.absolute(name), offset, nbytes, size))
+        return [
+            Stretch(None, offset, nbytes, 0)
+            if name is None
+            else Stretch(
+                self._store.absolute(name), offset, nbytes, self._sizes.get(name, whole.nbytes)
+            )
+            for name, offset, nbytes in pieces
+        ]
+
+    def stretches(self, payload: int) -> list[Stretch]:
+        found = self.located(payload)
+        if self._sound is not None and payload not in self._sound:
+            if not any(stretch.path is None and stretch.offset == NOWHERE for stretch in found):
+                digest = self.index.places.digest[payload].tobytes().hex()
+                self._compare(f"payload {payload}", digest, found)
+            self._sound.add(payload)
         return found
 
+    def _compare(self, what: str, digest: str, stretches: list[Stretch]) -> None:
+        assert self._checked_by is not None
+        with damage():
+            if _digest_of(stretches, self.label, self._checked_by).hex() == digest:
+                return
+        where = sorted({show_path(s.path) for s in stretches if s.path is not None})
+        raise StoreDamagedError(
+            f"{self.label}: the {sum(s.nbytes for s in stretches)} bytes of {what} in"
+            f" {', '.join(where)} are not those that were stored: their digest is wrong."
+            " `slimckpt verify` lists all that is damaged"
+        )
+
     def places(self) -> Places:
+        if self._sound is not None:
+            # Nothing goes the way that does not ask for stretches.
+            nowhere = np.full(self.table.n_payloads, -1, np.int64)
+            return Places([], nowhere, nowhere)
         skeleton = self._entry.skeleton
         if skeleton.kind == "whole":
             return _in_place(self.table, self._store.absolute(skeleton.name), skeleton.nbytes)
@@ -341,6 +412,29 @@ class _StoreHolding(Holding):
     def digest(self, payload: int) -> bytes | None:
         found = self.index.places.digest[payload].tobytes()
         return found if any(found) else None
+
+
+def _digest_of(stretches: list[Stretch], label: str, backend: Backend) -> bytes:
+    """The digest of what is stored in some stretches, read as the backend reads."""
+    buffer, filled, blocks = reusable_buffer(), 0, []
+    for path, offset, nbytes, size in stretches:
+        with contextlib.ExitStack() as opened:
+            fd = -1 if path is None else opened.enter_context(backend.opened(path, size))
+            while nbytes:
+                take = min(nbytes, BLOCK - filled)
+                room = buffer[filled : filled + take]
+                if path is None:
+                    room[:] = bytes([offset]) * take
+                else:
+                    read_spans_into(fd, [Span(offset, take)], room, label)
+                    offset += take
+                nbytes, filled = nbytes - take, filled + take
+                if filled == BLOCK:
+                    blocks.append(digest_of(buffer))
+                    filled = 0
+    if filled or not blocks:
+        blocks.append(digest_of(buffer[:filled]))
+    return digest_of_blocks(sum(s.nbytes for s in stretches), b"".join(blocks))
 
 
 def _single(table: Table) -> npt.NDArray[np.bool_]:

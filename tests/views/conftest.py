@@ -30,7 +30,7 @@ def open_any(request: Any, tmp_path: Path) -> Iterator[Callable[[Path], Checkpoi
             slim(source, target, min_saving=0)
             source = target
         stage = tmp_path / "any stage" if staged else None
-        opened.append(views.open(source, backend, stage))
+        opened.append(views.open(source, backend, stage=stage))
         return opened[-1]
 
     yield opener

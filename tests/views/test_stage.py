@@ -71,7 +71,7 @@ def stage(tmp_path: Path) -> Path:
 
 def read(path: Path, stage: Path, rank: int = 0, backend: BackendName = "mmap") -> None:
     """Read a rank, and compare it with what was saved."""
-    with views.open(path, backend, stage) as ckpt:
+    with views.open(path, backend, stage=stage) as ckpt:
         view = ckpt.rank(rank)
         assert view["shared"].tobytes() == SHARED
         assert view["own"].tobytes() == own(rank)
@@ -94,7 +94,7 @@ def observe(effect, at):
     if stop and f"{effect}{seen.count(effect)}" == stop:
         print("stopped", flush=True)
         signal.pause()
-with effects.observe(observe), slimckpt.open(path, backend, stage) as ckpt:
+with effects.observe(observe), slimckpt.open(path, backend, stage=stage) as ckpt:
     view = ckpt.rank(int(rank))
     data = b"".join(view[name].tobytes() for name in sorted(view))
 sys.stdout.buffer.write(__import__("hashlib").sha256(data).hexdigest().encode())
@@ -147,7 +147,7 @@ def test_arrays_are_those_of_copies_in_the_stage(
     for copy in copies:
         data = copy.read_bytes()
         copy.write_bytes(data.replace(SHARED, own(7)))
-    with views.open(path, backend, stage) as ckpt:
+    with views.open(path, backend, stage=stage) as ckpt:
         assert ckpt.rank(0)["shared"].tobytes() == own(7)
     assert staged(stage) == copies
 
@@ -199,7 +199,7 @@ def test_a_file_that_was_rewritten_with_its_old_size_and_time_is_staged_again(
 
 
 def test_views_that_travel_take_the_stage_with_them(store: Path, stage: Path) -> None:
-    with views.open(store, "pread", stage) as ckpt:
+    with views.open(store, "pread", stage=stage) as ckpt:
         parts = ckpt, ckpt.rank(1), ckpt.files["rank_0/net-1_1.ckpt"]
         again, rank, file = pickle.loads(pickle.dumps(parts))
     assert staged(stage) == []
@@ -212,7 +212,7 @@ def test_views_that_travel_take_the_stage_with_them(store: Path, stage: Path) ->
 def test_a_stage_that_is_removed_is_made_again_and_arrays_keep_what_they_have(
     store: Path, stage: Path, backend: BackendName
 ) -> None:
-    with views.open(store, backend, stage) as ckpt:
+    with views.open(store, backend, stage=stage) as ckpt:
         view = ckpt.rank(0)
         array = view["shared"]
         effects.remove_tree(os.fsencode(stage))
@@ -370,7 +370,7 @@ def test_damage_is_the_error_it_is_without_a_stage(
     source: Path, store: Path, stage: Path, backend: BackendName
 ) -> None:
     for path, error in ((source, DamagedFileError), (store, StoreDamagedError)):
-        with views.open(path, backend, stage) as ckpt:
+        with views.open(path, backend, stage=stage) as ckpt:
             view = ckpt.rank(0)
             place = view._pieces("own")[0].path
             assert place
