@@ -21,6 +21,7 @@ from pathlib import Path
 
 from benchmarks import (
     commands,
+    loading,
     many_ranks,
     memory,
     node_memory_of_frameworks,
@@ -44,6 +45,8 @@ MEASUREMENTS = {
     "exact": commands.exact,
     "read": reading.read,
     "open": reading.open_rank,
+    "copy": loading.copy,
+    "cold": loading.cold,
     "node": memory.node,
     "torch": torch_loading.torch_loading,
     "frameworks": node_memory_of_frameworks.frameworks,

@@ -232,6 +232,12 @@ def directories_in(path: bytes) -> list[bytes]:
     return found
 
 
+def remove_file(path: bytes) -> None:
+    """Remove a file of ours."""
+    _about_to("unlink", path)
+    os.unlink(path)
+
+
 def remove_tree(path: bytes) -> None:
     """Remove a directory of ours with all it holds; nothing if it is not there."""
     _about_to("rmtree", path)

@@ -16,9 +16,9 @@ from benchmarks.turns import Contender, Result
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MEASUREMENTS = {
     *("slim", "nothing", "restore", "verify", "analyze", "exact"),
-    *("read", "open", "node", "private", "ranks", "pickles", "frameworks"),
+    *("read", "open", "copy", "cold", "node", "private", "ranks", "pickles", "frameworks"),
 }
-WITHOUT_A_BAR = {"verify"}
+WITHOUT_A_BAR = {"verify", "cold"}
 
 
 @pytest.mark.slow
