@@ -83,6 +83,16 @@ def write_file(path: bytes, data: bytes, mode: int = 0o666) -> None:
         os.close(fd)
 
 
+def set_in_kernel(path: bytes, value: bytes) -> None:
+    """Write to a file of sysfs, which is a setting of the running kernel."""
+    _about_to("set", path)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, value)
+    finally:
+        os.close(fd)
+
+
 def allocate(fd: int, nbytes: int, path: bytes) -> None:
     """Reserve disk space, where the file system can; the file becomes ``nbytes`` long."""
     _about_to("allocate", path)

@@ -20,6 +20,7 @@ class SplicedSource:
         self.label = entry.file.label
         self.size = entry.file.size
         self._store = store
+        self._containers = part.containers
         self._runs = store.runs(part, entry, index)
         self._starts = [run.at for run in self._runs]
         self._fds: dict[bytes, int] = {}
@@ -113,6 +114,9 @@ class SplicedSource:
 
     def _fd(self, name: bytes) -> int:
         if name not in self._fds:
+            for container in self._containers:
+                if container.name == name:
+                    self._store.check_size(name, container.nbytes)
             fd = self._store.open_file(name)
             if self._fds.setdefault(name, fd) != fd:  # another thread was faster
                 os.close(fd)
