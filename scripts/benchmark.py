@@ -19,7 +19,7 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
-from benchmarks import commands, many_ranks, memory, pickles, reading
+from benchmarks import commands, many_ranks, memory, mounting, pickles, reading
 from benchmarks.machine import machine
 from benchmarks.turns import Result, Verdict
 from benchmarks.workshop import Options, Workshop
@@ -36,6 +36,7 @@ MEASUREMENTS = {
     "exact": commands.exact,
     "read": reading.read,
     "open": reading.open_rank,
+    "mount": mounting.mount,
     "node": memory.node,
     "private": memory.private,
     "ranks": many_ranks.ranks,

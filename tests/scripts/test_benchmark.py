@@ -12,13 +12,14 @@ from benchmarks.many_ranks import Layout
 from benchmarks.processes import watch
 from benchmarks.reader import touch
 from benchmarks.turns import Contender, Result
+from mounts import no_fuse
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MEASUREMENTS = {
     *("slim", "nothing", "restore", "verify", "analyze", "exact"),
-    *("read", "open", "node", "private", "ranks", "pickles"),
+    *("read", "open", "mount", "node", "private", "ranks", "pickles"),
 }
-WITHOUT_A_BAR = {"verify"}
+WITHOUT_A_BAR = {"verify"} | ({"mount"} if no_fuse() else set())
 
 
 @pytest.mark.slow
