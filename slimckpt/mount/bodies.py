@@ -1,4 +1,4 @@
-"""The files of a mount that are open, and reading them."""
+"""The files of a mount that are open, and where their bytes are."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import logging
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from slimckpt.errors import SlimckptError
+from slimckpt.errors import SlimckptError, StoreDamagedError
+from slimckpt.sources.backends import MmapBackend
 from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import Store
 from slimckpt.store.spliced import SplicedSource
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 _IDLE = 64
 """Files that nobody has open any more, kept because finding where 20,000 tensors lie takes 0.2 s
 and loaders open a file again and again."""
+_MOST_PIECES = 1000
+"""Of one read; Linux takes 1,024 buffers in one message."""
 
 
 class Bodies:
@@ -29,6 +33,13 @@ class Bodies:
 
     def __init__(self, store: Store, files: Sequence[tuple[Part, FileEntry, list[bytes]]]) -> None:
         self._store, self._files = store, files
+        self._backend = MmapBackend(StoreDamagedError)
+        self._sizes = {c.name: c.nbytes for part, *_ in files for c in part.containers}
+        self._sizes |= {
+            entry.skeleton.name: entry.skeleton.nbytes
+            for _, entry, _ in files
+            if entry.skeleton.kind == "whole"
+        }
         self._lock = threading.Lock()
         self._open: dict[int, SplicedSource] = {}
         self._users: dict[int, int] = {}
@@ -47,15 +58,6 @@ class Bodies:
                 self._open[body] = self._idle.pop(body) if idle else self._source(body)
             self._users[body] = self._users.get(body, 0) + 1
 
-    def read_into(self, body: int, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` with what an open file has at ``offset``; how many bytes it has there."""
-        source = self._open[body]
-        room = buffer[: max(source.size - offset, 0)]
-        if room:
-            with self._explained():
-                source.read_into(offset, room)
-        return len(room)
-
     def release(self, body: int) -> None:
         with self._lock:
             self._users[body] -= 1
@@ -64,9 +66,43 @@ class Bodies:
             while len(self._idle) > _IDLE:
                 self._idle.pop(next(iter(self._idle))).close()
 
+    def buffers(self, body: int, offset: int, nbytes: int) -> list[Any]:
+        """What an open file has at ``offset``, up to ``nbytes`` bytes, as buffers in order.
+
+        Notes
+        -----
+        They are mapped: to touch them here would kill the process if a container was truncated
+        meanwhile. The kernel may, and gets an error instead, which :meth:`explain` explains.
+        """
+        source = self._open[body]
+        nbytes = min(nbytes, source.size - offset)
+        if nbytes <= 0:
+            return []
+        with self._explained():
+            pieces = source.pieces(offset, nbytes)
+            if len(pieces) > _MOST_PIECES:
+                return [self._read(source, offset, nbytes)]
+            return [self._buffer(*piece) for piece in pieces]
+
+    def explain(self, body: int, offset: int, nbytes: int) -> None:
+        """Say in the log why the buffers of a range could not be read."""
+        source = self._open[body]
+        with contextlib.suppress(OSError), self._explained():
+            self._read(source, offset, min(nbytes, source.size - offset))
+
     def _source(self, body: int) -> SplicedSource:
         part, entry, _ = self._files[body]
         return SplicedSource(self._store, part, entry, self._store.index(part, entry))
+
+    def _read(self, source: SplicedSource, offset: int, nbytes: int) -> bytearray:
+        found = bytearray(nbytes)
+        source.read_into(offset, memoryview(found))
+        return found
+
+    def _buffer(self, name: bytes | None, offset: int, nbytes: int) -> Any:
+        if name is None:
+            return bytes([offset]) * nbytes
+        return self._backend.view(self._store.absolute(name), offset, nbytes, self._sizes[name])
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""Where a mount goes, what it needs there, and taking it away again."""
+"""Where a mount goes, attaching it there, and taking it away again."""
 
 from __future__ import annotations
 
@@ -6,19 +6,21 @@ import contextlib
 import ctypes
 import errno
 import os
+import socket
+import stat
 import subprocess
-from ctypes.util import find_library
-from types import ModuleType
 
 from slimckpt import effects
 from slimckpt.errors import MountError
 from slimckpt.model import show_path
 
-DEVICE = "/dev/fuse"
+DEVICE = b"/dev/fuse"
 _HELPERS = ("fusermount3", "fusermount")
 _READAHEAD = 1024
-"""KiB. The kernel grants FUSE 128, and libfuse 3 takes requests of up to 1 MiB."""
+"""KiB; 128 is what the kernel gives a FUSE mount."""
+_MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
 _MNT_FORCE, _MNT_DETACH = 1, 2
+_IN_A_CONTAINER = "a container needs --device /dev/fuse --cap-add SYS_ADMIN"
 
 
 def check_mountpoint(mountpoint: bytes, store: bytes) -> bytes:
@@ -50,39 +52,42 @@ def check_mountpoint(mountpoint: bytes, store: bytes) -> bytes:
     return real
 
 
-def load_fuse() -> ModuleType:
-    """:mod:`slimckpt.mount.fuse`.
+def attach(mountpoint: bytes, *, allow_other: bool = False) -> int:
+    """Mount a file system on a directory; the descriptor that its questions come from.
+
+    As root by the system call, else by the program ``fusermount3`` that comes with libfuse.
 
     Raises
     ------
     MountError
-        mfusepy, libfuse or the device is missing or out of reach; says how to get it.
+        FUSE is not to be had, or this user may not mount; says what is needed.
     """
-    if find_library("fuse3") and (os.geteuid() == 0 or _is_installed(_HELPERS[0])):
-        # mfusepy would take libfuse 2 where both are: its requests end at 128 KiB.
-        os.environ.setdefault("FUSE_LIBRARY_NAME", "fuse3")
+    rights = b",allow_other,default_permissions" if allow_other else b""
     try:
-        from slimckpt.mount import fuse
-    except ModuleNotFoundError as error:
-        if error.name != "mfusepy":
-            raise
+        device = effects.open_device(DEVICE)
+    except (FileNotFoundError, NotADirectoryError):
         raise MountError(
-            "mounting needs the module mfusepy, which is not installed:"
-            " pip install 'slimckpt[mount]'"
+            f"this machine has no {show_path(DEVICE)}: `modprobe fuse` as root loads it;"
+            f" {_IN_A_CONTAINER}"
         ) from None
-    except (OSError, AttributeError) as error:
+    except OSError as error:
         raise MountError(
-            f"mounting needs libfuse, which cannot be loaded ({error}); on Debian and Ubuntu:"
-            " apt-get install fuse3"
+            f"{show_path(DEVICE)}: {error.strerror}; ask who runs this machine for it;"
+            f" {_IN_A_CONTAINER}"
         ) from None
-    if not os.path.exists(DEVICE):
-        raise MountError(
-            f"this machine has no {DEVICE}: `modprobe fuse` as root loads it; a container needs"
-            f" --device {DEVICE} --cap-add SYS_ADMIN"
-        )
-    if not os.access(DEVICE, os.R_OK | os.W_OK):
-        raise MountError(f"no permission to read and write {DEVICE}; ask who runs this machine")
-    return fuse
+    data = b"fd=%d,rootmode=%o,user_id=%d,group_id=%d" % (
+        *(device, stat.S_IFDIR, os.geteuid(), os.getegid()),
+    )
+    flags = _MS_RDONLY | _MS_NOSUID | _MS_NODEV
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mount(b"slimckpt", mountpoint, b"fuse.slimckpt", flags, data + rights) == 0:
+        return device
+    failed = ctypes.get_errno()
+    os.close(device)
+    if failed != errno.EPERM:
+        raise MountError(f"{show_path(mountpoint)} cannot be mounted on: {os.strerror(failed)}")
+    names = b",fsname=slimckpt,subtype=slimckpt"
+    return _attach_by_helper(mountpoint, b"ro,nosuid,nodev" + names + rights)
 
 
 def widen_readahead(mountpoint: bytes) -> None:
@@ -94,7 +99,7 @@ def widen_readahead(mountpoint: bytes) -> None:
         effects.set_in_kernel(path, b"%d" % _READAHEAD)
 
 
-def unmount(mountpoint: bytes) -> None:
+def detach(mountpoint: bytes) -> None:
     """Take a mount away, whoever still has files of it open."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.umount2(mountpoint, _MNT_FORCE | _MNT_DETACH) == 0:
@@ -105,5 +110,29 @@ def unmount(mountpoint: bytes) -> None:
             return
 
 
-def _is_installed(program: str) -> bool:
-    return any(os.access(os.path.join(p, program), os.X_OK) for p in os.get_exec_path())
+def _attach_by_helper(mountpoint: bytes, options: bytes) -> int:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        number = theirs.fileno()
+        environment = {**os.environ, "_FUSE_COMMFD": str(number)}
+        for helper in _HELPERS:
+            command: list[str | bytes] = [helper, "-o", options, "--", mountpoint]
+            try:
+                done = subprocess.run(
+                    command, env=environment, pass_fds=[number], stderr=subprocess.PIPE, check=False
+                )
+            except FileNotFoundError:
+                continue
+            if done.returncode:
+                said = done.stderr.decode("utf-8", "replace").strip()
+                raise MountError(
+                    f"{show_path(mountpoint)} cannot be mounted on by this user: {said};"
+                    f" {_IN_A_CONTAINER}"
+                )
+            _, (device,), _, _ = socket.recv_fds(ours, 1, 1)
+            os.set_inheritable(device, False)
+            return device
+    raise MountError(
+        f"{show_path(mountpoint)} cannot be mounted on by this user: it takes root or the program"
+        f" fusermount3 (Debian, Ubuntu: apt-get install fuse3); {_IN_A_CONTAINER}"
+    )

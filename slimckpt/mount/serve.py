@@ -9,19 +9,20 @@ import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
-from slimckpt.errors import MountError
-from slimckpt.model import StepLabel, show_path
+from slimckpt.model import StepLabel
 from slimckpt.mount.bodies import Bodies
-from slimckpt.mount.place import check_mountpoint, load_fuse, unmount, widen_readahead
-from slimckpt.mount.tree import Tree
+from slimckpt.mount.place import attach, check_mountpoint, detach, widen_readahead
+from slimckpt.mount.session import Session
+from slimckpt.mount.tree import tree_of
 from slimckpt.rewrite.select import Chosen, Selection, choose
 from slimckpt.signals import on_stop
 from slimckpt.store.reader import Store
 
-_STARTED, _STOP, _ENDED = "started", "stop", "ended"
+_STOPPED, _UNMOUNTED = "stopped", "unmounted"
+_THREADS = 8
 _PATIENCE = 2.0
-"""Seconds in which libfuse should notice that it was unmounted. When this user may not break the
-connection it does not while files are open; the end of the process breaks it."""
+"""Seconds in which the kernel should have ended the connection. Where this user may not force that,
+it lives while files are open, but not longer than the process."""
 
 
 def serve(
@@ -52,61 +53,46 @@ def serve(
     Raises
     ------
     MountError
-        It cannot be mounted there, or FUSE is not to be had; says how to get it.
+        It cannot be mounted there, or FUSE is not to be had; says what is needed.
     """
     opened = Store(os.fsencode(store))
     chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run))
-    tree, bodies = Tree(chosen), Bodies(opened, chosen.files)
+    nodes, bodies = tree_of(chosen), Bodies(opened, chosen.files)
     place = check_mountpoint(os.fsencode(mountpoint), opened.path)
-    fuse = load_fuse()
     _allow_many_files()
     # A handler may interrupt this very queue: SimpleQueue is made for that, Event is not.
-    events: SimpleQueue[str | BaseException] = SimpleQueue()
+    ends: SimpleQueue[str | BaseException] = SimpleQueue()
+    on_stop(lambda *_: ends.put(_STOPPED))
+    device = attach(place, allow_other=allow_other)
+    session = Session(device, nodes, bodies)
 
-    def session() -> None:
+    def answer() -> None:
         try:
-            start = lambda: events.put(_STARTED)  # noqa: E731
-            fuse.run(tree, bodies, place, start, allow_other=allow_other)
-        except BaseException as error:  # noqa: BLE001 - raised again below
-            events.put(error)
+            session.serve()
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread
+            ends.put(error)
         else:
-            events.put(_ENDED)
+            ends.put(_UNMOUNTED)
 
-    on_stop(lambda *_: events.put(_STOP))
-    thread = threading.Thread(target=session, daemon=True)
-    thread.start()
-    started = stop = False
+    threads = [threading.Thread(target=answer, daemon=True) for _ in range(_THREADS)]
+    end: str | BaseException = _STOPPED
     try:
-        while not (started and stop):
-            event = events.get()
-            if event == _ENDED:
-                return
-            if isinstance(event, RuntimeError) and not started:
-                raise MountError(_refusal(place)) from None
-            if isinstance(event, BaseException):
-                raise event
-            if event == _STOP:
-                stop = True
-            else:
-                started = True
-                widen_readahead(place)
-                on_mounted(chosen)
+        for thread in threads:
+            thread.start()
+        widen_readahead(place)
+        on_mounted(chosen)
+        end = ends.get()
+        if isinstance(end, BaseException):
+            raise end
     finally:
-        if thread.is_alive() and started:
-            unmount(place)
+        if end != _UNMOUNTED:  # else something else may be mounted there by now
+            detach(place)
+        for thread in threads:
             thread.join(_PATIENCE)
 
 
-def _refusal(place: bytes) -> str:
-    return (
-        f"{show_path(place)}: could not be mounted; libfuse says why above. Mounting needs root or"
-        " the program fusermount3 (Debian: apt-get install fuse3), in a container also"
-        " --device /dev/fuse --cap-add SYS_ADMIN"
-    )
-
-
 def _allow_many_files() -> None:
-    """Every open file of the mount holds a descriptor of each container that it lies in."""
+    """Every container of which something was read is held open."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
