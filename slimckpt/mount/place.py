@@ -16,6 +16,8 @@ from slimckpt.model import show_path
 
 DEVICE = b"/dev/fuse"
 _HELPERS = ("fusermount3", "fusermount")
+_NOT_THERE = (FileNotFoundError, PermissionError)
+"""A program that no directory of the path has, or none that may be looked into."""
 _READAHEAD = 1024
 """KiB; 128 is what the kernel gives a FUSE mount."""
 _MS_RDONLY, _MS_NOSUID, _MS_NODEV = 1, 2, 4
@@ -105,7 +107,7 @@ def detach(mountpoint: bytes) -> None:
     if libc.umount2(mountpoint, _MNT_FORCE | _MNT_DETACH) == 0:
         return
     for helper in _HELPERS:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(*_NOT_THERE):
             subprocess.run([helper, "-u", "-z", "-q", "--", mountpoint], check=False)
             return
 
@@ -121,7 +123,7 @@ def _attach_by_helper(mountpoint: bytes, options: bytes) -> int:
                 done = subprocess.run(
                     command, env=environment, pass_fds=[number], stderr=subprocess.PIPE, check=False
                 )
-            except FileNotFoundError:
+            except _NOT_THERE:
                 continue
             if done.returncode:
                 said = done.stderr.decode("utf-8", "replace").strip()

@@ -6,6 +6,7 @@ import contextlib
 import os
 import resource
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -87,8 +88,9 @@ def serve(
     finally:
         if end != _UNMOUNTED:  # else something else may be mounted there by now
             detach(place)
+        deadline = time.monotonic() + _PATIENCE
         for thread in threads:
-            thread.join(_PATIENCE)
+            thread.join(max(deadline - time.monotonic(), 0))
 
 
 def _allow_many_files() -> None:

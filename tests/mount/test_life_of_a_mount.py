@@ -116,7 +116,7 @@ def test_a_signal_at_any_moment_of_the_start_leaves_no_mount(store: Path, point:
             # Before anything was mounted it is a command that was stopped.
             codes.add(process.wait(20))
         assert not is_mounted(point)
-    assert codes <= {0, 4}
+    assert codes <= {0, 4, -signal.SIGTERM}  # the last before it could listen
 
 
 def test_what_a_killed_mount_leaves_is_named_with_the_way_on(store: Path, point: Path) -> None:

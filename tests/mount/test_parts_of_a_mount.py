@@ -271,9 +271,13 @@ def test_who_is_not_root_mounts_by_the_program_that_may(
     os.close(device)
 
 
+@pytest.mark.parametrize("error", [FileNotFoundError, PermissionError])
 def test_who_is_not_root_and_has_no_such_program_is_told_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
+    def run(*_: object, **__: object) -> None:
+        raise error  # PermissionError: a directory of the path may not be looked into
+
+    monkeypatch.setattr(place.subprocess, "run", run)
     with pytest.raises(MountError, match="apt-get install fuse3"):
         place._attach_by_helper(bytes(tmp_path), b"")
