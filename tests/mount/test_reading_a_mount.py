@@ -4,7 +4,9 @@ import errno
 import hashlib
 import mmap
 import os
+import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -239,6 +241,10 @@ def test_only_what_was_dropped_is_an_io_error_and_a_line_says_why(
             with pytest.raises(OSError) as caught:
                 os.pread(file.fileno(), nbytes, at)
             assert caught.value.errno == errno.EIO
+        kernel = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+        if kernel >= (6, 6):
+            with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+                assert mapped[:4096] == expected[:4096]
     (line,) = errors_of(dropped / "log")
     assert f"{path}: bytes {start} to {end} belong to a tensor that was left out" in line
     assert "--drop" in line
