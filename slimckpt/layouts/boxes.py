@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from slimckpt.layouts.layout import Box, Piece, Shape
@@ -82,7 +83,7 @@ def is_inside(box: Box, shape: Shape) -> bool:
     """Whether a box lies in a tensor and has its number of axes."""
     axes = {len(box.offsets), len(box.lengths), len(shape)}
     return len(axes) == 1 and all(
-        0 <= offset and 0 <= length and offset + length <= dim
+        min(offset, length) >= 0 and offset + length <= dim
         for offset, length, dim in zip(box.offsets, box.lengths, shape, strict=True)
     )
 
@@ -97,7 +98,7 @@ def _sweep(shape: Shape, ends: list[Ends], axis: int) -> tuple[Ends | None, Ends
         starting.setdefault(box[0][axis], []).append(box)
     cuts = sorted({0, shape[axis], *starting, *(box[1][axis] for box in ends)})
     active: list[Ends] = []
-    for low, high in zip(cuts, cuts[1:], strict=False):
+    for low, high in pairwise(cuts):
         active = [box for box in active if box[1][axis] > low] + starting.get(low, [])
         for number, found in enumerate(_sweep(shape, active, axis + 1)):
             if found is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from slimckpt.errors import UsageError
 
@@ -110,13 +110,13 @@ class Split:
         starts = list(accumulate(self._sections(length), initial=0))
         found = []
         if self.groups == 1:
-            for start, stop in zip(starts, starts[1:], strict=False):
+            for start, stop in pairwise(starts):
                 low, high = self._part(stop - start, places)
                 found.append((start + low, start + high))
         else:
             first, last = self._part(self.groups, places)
             for group in range(first, last):
-                for start, stop in zip(starts, starts[1:], strict=False):
+                for start, stop in pairwise(starts):
                     size = (stop - start) // self.groups
                     found.append((start + group * size, start + (group + 1) * size))
         return [span for span in found if span[0] < span[1]]
