@@ -119,3 +119,11 @@ class OpaqueTensorError(SlimckptError, TypeError):
 
 class ClosedError(SlimckptError, ValueError):
     """The checkpoint was closed."""
+
+
+class UnknownGlobalError(NotUnderstoodError):
+    """A pickle needs a class or function that is not among those that slimckpt runs."""
+
+
+class FrameworkMissingError(SlimckptError, ImportError):
+    """A framework is not installed, or too old."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from slimckpt.errors import DamagedFileError, NotUnderstoodError
+from slimckpt.errors import DamagedFileError, NotUnderstoodError, SlimckptError
 from slimckpt.formats.collector import uncollected
 from slimckpt.sources.positioned import ByteSource
 
@@ -165,7 +165,11 @@ class PickleReader:
         The globals that were met, by module and name.
     persistent : list
         The persistent ids that were met.
+    opcodes : list
+        What each opcode does; of the class.
     """
+
+    opcodes: list[Callable[[PickleReader], Any] | None]
 
     def __init__(self, source: ByteSource, at: int, end: int, max_nodes: int | None = None) -> None:
         self.source, self.start, self.end = source, at, end
@@ -204,7 +208,7 @@ class PickleReader:
             root = self.stack[0]
             self._fresh()
             return root
-        except (DamagedFileError, NotUnderstoodError):
+        except SlimckptError:
             raise
         except (IndexError, TypeError, AttributeError, UnicodeDecodeError, struct.error) as error:
             self.damaged(f"what it does makes no sense ({type(error).__name__})")
@@ -214,7 +218,7 @@ class PickleReader:
     def _run(self) -> None:
         """Everything up to STOP. The opcodes that pickles mostly consist of are done here, the
         others by :data:`OPCODES`."""
-        table, memo = OPCODES, self.memo
+        table, memo = self.opcodes, self.memo
         signed, unsigned = struct.Struct("<i").unpack_from, struct.Struct("<I").unpack_from
         buffer, at, safe, stack, nodes = self.buffer, self.i, self.safe, self.stack, 0
         while True:
@@ -639,3 +643,5 @@ _WORK: dict[str, Callable[[PickleReader], Any]] = {
 OPCODES = [_WORK.get(chr(code)) for code in range(256)]
 """What each opcode does, but for those that :class:`PickleReader` does itself (``None`` returned);
 ``None`` for what is no opcode."""
+
+PickleReader.opcodes = OPCODES

@@ -76,7 +76,7 @@ class TorchZip(Format):
         return any(name.endswith(f"/{_PICKLE}") for name in names_inside(source))
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
-        archives = _archives(source)
+        archives = archives_of(source)
         facts: dict[str, Any] = {}
         with uncollected():
             for number, archive in enumerate(archives):
@@ -87,14 +87,14 @@ class TorchZip(Format):
         return facts
 
     def check(self, source: ByteSource) -> str | None:
-        for archive in _archives(source):
+        for archive in archives_of(source):
             wrong = check_members(archive, read_members(archive))
             if wrong:
                 return wrong
         return None
 
 
-def _archives(source: ByteSource) -> list[Section]:
+def archives_of(source: ByteSource) -> list[Section]:
     """All archives of a file, one after another without gaps."""
     found: list[Section] = []
     end = source.size
@@ -107,34 +107,70 @@ def _archives(source: ByteSource) -> list[Section]:
     return found[::-1]
 
 
-def _locate_archive(
-    source: Section, table: TableBuilder, start: list[tuple[Any, str]]
-) -> dict[str, Any]:
+class Archive(NamedTuple):
+    """One archive of torch: its pickle, and its storages by key.
+
+    Offsets of members are relative to ``source``. ``members`` are all others, by their names
+    without the archive's own prefix.
+    """
+
+    source: Section
+    pickle: Member
+    big_endian: bool
+    storages: dict[str, Member]
+    members: dict[str, Member]
+
+    def opened(self) -> tuple[ByteSource, int, int, int | None]:
+        """What a :class:`PickleReader` of its pickle takes."""
+        pickle = self.pickle
+        if pickle.method == STORED:
+            return self.source, pickle.offset, pickle.offset + pickle.nbytes, None
+        # What few bytes decode to may be many objects.
+        most = _FEW_NODES + 2 * pickle.stored_nbytes
+        return _inflated(self.source, pickle), 0, pickle.nbytes, most
+
+
+def read_archive(source: Section) -> Archive:
+    """The directory of an archive.
+
+    Raises
+    ------
+    DamagedFileError
+        It is none that torch could have written.
+    """
     members = {member.name: member for member in read_members(source)}
     pickles = [n for n in members if n.endswith(f"/{_PICKLE}") and n.count("/") == 1]
     if len(pickles) != 1:
         raise DamagedFileError(
             f"{source.label}: expected one data.pkl in torch's archive, found {len(pickles)}"
         )
-    prefix, pickle = pickles[0].removesuffix(_PICKLE), members[pickles[0]]
-    order = _small(source, members.get(prefix + "byteorder")).strip() or b"little"
+    prefix = pickles[0].removesuffix(_PICKLE)
+    pickle = members.pop(pickles[0])
+    inside = {name.removeprefix(prefix): member for name, member in members.items()}
+    order = _small(source, inside.get("byteorder")).strip() or b"little"
     if order not in (b"little", b"big"):
         raise DamagedFileError(
             f"{source.label}: its byteorder is {order!r}, expected 'little' or 'big'"
         )
-    homes = {
-        member.name.removeprefix(prefix + "data/"): _home(source, member, table)
-        for member in members.values()
-        if member.name.startswith(prefix + "data/")
+    storages = {
+        name.removeprefix("data/"): inside.pop(name)
+        for name in list(inside)
+        if name.startswith("data/")
     }
+    return Archive(source, pickle, order == b"big", storages, inside)
+
+
+def _locate_archive(
+    source: Section, table: TableBuilder, start: list[tuple[Any, str]]
+) -> dict[str, Any]:
+    archive = read_archive(source)
+    pickle = archive.pickle
+    homes = {key: _home(source, member, table) for key, member in archive.storages.items()}
+    reader = PickleReader(*archive.opened())
     inside: Callable[[Stored], Home]
     if pickle.method == STORED:
-        reader = PickleReader(source, pickle.offset, pickle.offset + pickle.nbytes)
         inside = Inside(table, source, source.start)
     else:
-        # What few bytes decode to may be many objects.
-        most = _FEW_NODES + 2 * pickle.stored_nbytes
-        reader = PickleReader(_inflated(source, pickle), 0, pickle.nbytes, most)
         whole: list[Home] = []
 
         def inside(stored: Stored) -> Home:
@@ -148,11 +184,11 @@ def _locate_archive(
             f"{source.label}: {reader.end - reader.at} bytes follow the pickle in data.pkl"
         )
     located = Located(
-        table, reader, _by_key(source, homes), inside, archived(inside), order == b"big"
+        table, reader, _by_key(source, homes), inside, archived(inside), archive.big_endian
     )
     located.add(root, start)
-    facts = {"byteorder": order.decode()}
-    version = _small(source, members.get(prefix + "version"))
+    facts = {"byteorder": "big" if archive.big_endian else "little"}
+    version = _small(source, archive.members.get("version"))
     if version:
         facts["version"] = version.strip().decode("ascii", "replace")[:16]
     return facts
@@ -217,7 +253,7 @@ class TorchLegacy(Format):
 
     def locate(self, source: ByteSource, table: TableBuilder) -> dict[str, Any]:
         with uncollected():
-            found = _read_legacy(source)
+            found = read_legacy(source)
             inside = Inside(table, source)
             homes = {key: inside.home(*span) for key, span in found.spans.items()}
             storages = _by_key(source, homes)
@@ -225,15 +261,19 @@ class TorchLegacy(Format):
         return {}
 
 
-class _Legacy(NamedTuple):
-    """An object, and where its storages lie, in the format before 1.6."""
+class Legacy(NamedTuple):
+    """An object, and where its storages lie, in the format before 1.6.
+
+    The object's pickle begins at ``start``.
+    """
 
     root: Any
     reader: PickleReader
+    start: int
     spans: dict[str, tuple[int, int]]
 
 
-def _read_legacy(source: ByteSource) -> _Legacy:
+def read_legacy(source: ByteSource) -> Legacy:
     """Storages are always little-endian (``torch/csrc/generic/StorageMethods``), whatever
     ``sys_info`` says of the machine."""
 
@@ -241,7 +281,9 @@ def _read_legacy(source: ByteSource) -> _Legacy:
         raise DamagedFileError(f"{source.label}: {why}; it looks damaged")
 
     reader = PickleReader(source, 0, source.size)
-    _, protocol, system, root, keys = [reader.read() for _ in range(5)]
+    _, protocol, system = [reader.read() for _ in range(3)]
+    start = reader.at
+    root, keys = reader.read(), reader.read()
     if protocol != 1001 or type(keys) is not list or type(system) is not Dict:
         damaged("not as torch wrote it before 1.6")
     storages = {s.key: s for node in reader.persistent if (s := storage_of(node))}
@@ -263,7 +305,7 @@ def _read_legacy(source: ByteSource) -> _Legacy:
         at += storage.nbytes
     if at != source.size:
         damaged(f"expected {at} bytes, found {source.size}")
-    return _Legacy(root, reader, spans)
+    return Legacy(root, reader, start, spans)
 
 
 def archived(inside: Callable[[Stored], Home]) -> Callable[[Stored], tuple[Storage, Home] | None]:
@@ -285,9 +327,9 @@ def _only_storage(inside: Callable[[Stored], Home], stored: Stored) -> tuple[Sto
     section = Section(inside.source, stored.offset, stored.nbytes)
     if not _LEGACY.match(section.read(0, min(LONGEST_LEGACY, section.size))):
         return None
-    root, _, spans = _read_legacy(section)
-    storage = storage_of(root)
-    if storage is None or storage.key not in spans:
+    found = read_legacy(section)
+    storage = storage_of(found.root)
+    if storage is None or storage.key not in found.spans:
         return None
-    at, nbytes = spans[storage.key]
+    at, nbytes = found.spans[storage.key]
     return storage, inside.home(stored.offset + at, nbytes)

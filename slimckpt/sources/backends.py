@@ -14,6 +14,7 @@ import stat
 import sys
 import threading
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -35,6 +36,8 @@ MAP_PRIVATE_FROM = 1024 * 1024
 """Private memory of fewer bytes is a plain copy: a process has only so many mappings (65,530)."""
 WARM = 4 * 1024 * 1024
 """On network file systems pages are brought in by reads of this many bytes."""
+_MAP_NORESERVE = 0x4000  # Linux; the mmap module has it from Python 3.13 on
+_READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 _NETWORK = frozenset(
     [
         "9p",
@@ -93,6 +96,11 @@ class Backend(ABC):
 
     def mapped(self, path: bytes, expected_size: int) -> Bytes | None:
         """All bytes of a file, read-only, where that costs nothing before they are touched."""
+        return None
+
+    def mapped_private(self, path: bytes, expected_size: int) -> Bytes | None:
+        """All bytes of a file, writable and the caller's alone, where only pages that are written
+        to cost memory."""
         return None
 
     def close(self) -> None:
@@ -196,16 +204,28 @@ class MmapBackend(Backend):
         if nbytes < MAP_PRIVATE_FROM:
             return self._read(path, offset, nbytes, expected_size)
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
-        with self._opened(path, expected_size) as fd:
-            try:
-                pages = _mmap(fd, offset + nbytes - start, mmap.ACCESS_COPY, start)
-            except (OSError, ValueError) as error:
-                self._tell(path, error)
-                pages = None
+        pages = self._private_pages(path, start, offset + nbytes - start, expected_size)
         if pages is None:
             return self._read(path, offset, nbytes, expected_size)
         self._bring_in(path, offset, nbytes)
         return np.frombuffer(pages, np.uint8, nbytes, offset - start)
+
+    def mapped_private(self, path: bytes, expected_size: int) -> Bytes | None:
+        self.require_open()
+        if not expected_size or on_network(os.path.dirname(path)):
+            return None
+        pages = self._private_pages(path, 0, expected_size, expected_size)
+        return None if pages is None else np.frombuffer(pages, np.uint8)
+
+    def _private_pages(
+        self, path: bytes, start: int, nbytes: int, expected_size: int
+    ) -> mmap.mmap | None:
+        with self._opened(path, expected_size) as fd:
+            try:
+                return _mmap(fd, nbytes, mmap.ACCESS_COPY, start)
+            except (OSError, ValueError) as error:
+                self._tell(path, error)
+                return None
 
     def close(self) -> None:
         super().close()
@@ -261,6 +281,37 @@ class MmapBackend(Backend):
             os.close(fd)
 
 
+class CopyOnWrite:
+    """Private memory of parts of files, no byte of it handed out twice.
+
+    Each file is mapped once, and parts are views of that. A part that overlaps one that was handed
+    out gets memory of its own.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._lock = threading.Lock()
+        self._files: dict[bytes, tuple[Bytes | None, list[int], list[int]]] = {}
+
+    def take(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> Bytes:
+        """Writable bytes of a file; errors are those of :meth:`Backend.private`."""
+        if offset >= 0 and nbytes > 0 and offset + nbytes <= expected_size:
+            with self._lock:
+                if path not in self._files:
+                    mapped = self._backend.mapped_private(path, expected_size)
+                    self._files[path] = (mapped, [], [])
+                mapped, starts, ends = self._files[path]
+                at = bisect_right(starts, offset)
+                free = (at == 0 or ends[at - 1] <= offset) and (
+                    at == len(starts) or offset + nbytes <= starts[at]
+                )
+                if mapped is not None and len(mapped) == expected_size and free:
+                    starts.insert(at, offset)
+                    ends.insert(at, offset + nbytes)
+                    return mapped[offset : offset + nbytes]
+        return self._backend.private(path, offset, nbytes, expected_size)
+
+
 def make_backend(
     name: BackendName | None, damaged: type[SlimckptError] = DamagedFileError
 ) -> Backend:
@@ -305,6 +356,11 @@ def _mounts() -> list[tuple[str, str]]:
 def _mmap(fd: int, nbytes: int, access: int, offset: int = 0) -> mmap.mmap:
     kept: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
     try:
+        if access == mmap.ACCESS_COPY:
+            # Without room set aside for pages that are never written to: a file may be larger
+            # than the memory.
+            kept |= {"flags": mmap.MAP_PRIVATE | _MAP_NORESERVE, "prot": _READ_AND_WRITE}
+            return mmap.mmap(fd, nbytes, offset=offset, **kept)
         return mmap.mmap(fd, nbytes, access=access, offset=offset, **kept)
     except ValueError as error:
         # The file shrank since its length was checked.

@@ -179,7 +179,7 @@ class Store:
                     located = [self._locate(part, entry, piece) for piece in pieces]
                     apart += _align(index.table.spans(row), located)
         spans = index.skeleton_spans(size) if index else [Span(0, size)] if size else []
-        rest = self._skeleton_places(part, entry)
+        rest = self.skeleton_places(part, entry)
         for span, place in _align(spans, rest):
             apart.append((span, place))
         runs = [Run(span.offset, *place) for span, place in sorted(apart, key=lambda a: a[0])]
@@ -194,7 +194,8 @@ class Store:
             )
         return runs
 
-    def _skeleton_places(self, part: Part, entry: FileEntry) -> list[tuple[bytes | None, int, int]]:
+    def skeleton_places(self, part: Part, entry: FileEntry) -> list[tuple[bytes | None, int, int]]:
+        """Where the skeleton of a file is, in stream order, as in a :class:`Run`."""
         place = entry.skeleton
         if place.nbytes == 0:
             return []
@@ -247,7 +248,7 @@ class Store:
     ) -> list[tuple[bytes | None, int, int]]:
         found = []
         start, wanted = piece.offset, piece.nbytes
-        for name, offset, nbytes in self._skeleton_places(part, entry):
+        for name, offset, nbytes in self.skeleton_places(part, entry):
             if start >= nbytes:
                 start -= nbytes
                 continue

@@ -11,9 +11,16 @@ import numpy.typing as npt
 
 from slimckpt.dtypes import BY_NAME, numpy_dtype
 from slimckpt.encodings import decoder
-from slimckpt.errors import NotUnderstoodError, OpaqueTensorError, SlimckptError, StoreDamagedError
+from slimckpt.errors import (
+    DroppedTensorError,
+    NotUnderstoodError,
+    OpaqueTensorError,
+    SlimckptError,
+    StoreDamagedError,
+)
 from slimckpt.model import FLOOR, RAW, Bytes, Tensor
-from slimckpt.sources.backends import Backend
+from slimckpt.sources.backends import Backend, CopyOnWrite
+from slimckpt.store.reader import NOWHERE
 from slimckpt.views.providers import Holding, Stretch
 
 Array = npt.NDArray[Any]
@@ -39,6 +46,7 @@ class Arrays:
         self.backend = backend
         self.writable = writable
         self._private: dict[tuple[Holding, int | None, str], Array] = {}
+        self._copied = CopyOnWrite(backend)
 
     def array(self, holding: Holding, row: int) -> Array:
         """A tensor, as numpy has it; packed dtypes as ``uint8``."""
@@ -110,23 +118,28 @@ class Arrays:
         """Part of the stream of a tensor's payload; an int where every byte is that."""
         if not self.writable:
             return self._stored(holding, tensor, start, stop)
+        memory = self.stream(holding, tensor)
+        _check_inside(holding, tensor, start, stop, len(memory))
+        return memory[start:stop]
+
+    def stream(self, holding: Holding, tensor: Tensor) -> Bytes:
+        """The whole stream of a tensor's payload, decoded, in the private memory that all tensors
+        of the payload share."""
         key = (holding, tensor.payload, tensor.encoding)
         memory = self._private.get(key)
         if memory is None:
             # Two threads may both get here; the first to be done decides which memory it is.
             memory = self._private.setdefault(key, self._own(holding, tensor))
-        _check_inside(holding, tensor, start, stop, len(memory))
-        return memory[start:stop]
+        return memory
 
     def _own(self, holding: Holding, tensor: Tensor) -> Bytes:
-        """A payload's whole stream, in memory of its own."""
         stretches = _stretches(holding, tensor)
         if tensor.encoding != RAW:
             return np.array(self._decoded(holding, tensor, stretches))
         if len(stretches) == 1:
             path, offset, nbytes, size = stretches[0]
             if path is not None:
-                return self.backend.private(path, offset, nbytes, size)
+                return self._copied.take(path, offset, nbytes, size)
         return self._gather(stretches)
 
     def _stored(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes | int:
@@ -277,6 +290,11 @@ def _stretches(holding: Holding, tensor: Tensor) -> list[Stretch]:
         )
     joined: list[Stretch] = []
     for stretch in found:
+        if stretch.path is None and stretch.offset == NOWHERE:
+            raise DroppedTensorError(
+                f"{_name(holding, tensor)} was left out when it was slimmed (--drop); its bytes are"
+                " not in the slim checkpoint"
+            )
         if stretch.path is None and not 0 <= stretch.offset <= 255:
             raise holding.damaged(f"{_name(holding, tensor)}: {stretch.offset} is no byte")
         if joined and _goes_on(joined[-1], stretch):

@@ -14,19 +14,20 @@ from slimckpt.errors import (
     UnknownFileError,
     UnknownStepError,
     UnknownTensorError,
+    UsageError,
 )
 from slimckpt.model import StepLabel, decode_path, encode_path, show_path
 from slimckpt.sources.backends import BackendName, make_backend
 from slimckpt.views.arrays import Arrays
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
-from slimckpt.views.selection import numbers_of, pick, places_of
+from slimckpt.views.selection import Place, numbers_of, pick, places_of
 from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
 
 Path = str | bytes | os.PathLike[Any]
 
 
-def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
+def open(path: Path, backend: BackendName | None = None, check: bool = False) -> Checkpoint:
     """Open a slim checkpoint, or a directory of original files, for reading.
 
     Parameters
@@ -36,6 +37,9 @@ def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
     backend
         ``"mmap"`` (the default) maps files, so that processes of a node share memory; ``"pread"``
         reads what is asked for into memory of its own.
+    check
+        Compare the bytes of each tensor with their digests before they are used, once. Reads all
+        of the storage that a tensor lies in; a slim checkpoint only.
 
     Returns
     -------
@@ -46,11 +50,12 @@ def open(path: Path, backend: BackendName | None = None) -> Checkpoint:
     Raises
     ------
     UsageError
-        There is no directory of that name, or no such backend.
+        There is no directory of that name, or no such backend; or ``check`` is asked for where
+        there are no digests.
     StoreDamagedError, UnsupportedStoreError
         The root manifest is damaged, or asks for a newer slimckpt.
     """
-    return Checkpoint(path, backend)
+    return Checkpoint(path, backend, check)
 
 
 class Checkpoint:
@@ -59,11 +64,19 @@ class Checkpoint:
     A context manager. It can be pickled, and is opened again by its path where it is unpickled.
     """
 
-    def __init__(self, path: Path, backend: BackendName | None = None) -> None:
+    def __init__(self, path: Path, backend: BackendName | None = None, check: bool = False) -> None:
         directory = os.path.abspath(os.fsencode(path))
-        self._path, self._backend_name = directory, backend
-        kind = StoreProvider if is_store(directory) else DirectoryProvider
-        self._provider: Provider = kind(directory)
+        self._path, self._backend_name, self._check = directory, backend, check
+        self._provider: Provider
+        if is_store(directory):
+            self._provider = StoreProvider(directory, check)
+        elif check:
+            raise UsageError(
+                f"{show_path(directory)} is no slim checkpoint: there are no digests to check"
+                " its bytes against"
+            )
+        else:
+            self._provider = DirectoryProvider(directory)
         self._backend = make_backend(backend, self._provider.damaged)
         self._counting: tuple[str, ...] | None = None
         self._wholes: dict[Group, Mapping[str, WholeTensor]] = {}
@@ -80,7 +93,7 @@ class Checkpoint:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self._path, self._backend_name)
+        return open, (self._path, self._backend_name, self._check)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {encode_path(self._path)!a}>"
@@ -283,12 +296,10 @@ class Step:
         NotARankView
             Its files are not made for ranks: torch.distributed.checkpoint, torch_dist.
         """
-        members = self._members
-        planned = metadata_among(members)
-        held: Sequence[Member] = []
+        planned = metadata_among(self._members)
+        held: list[Member] = []
         if planned is None:
-            place = pick(places_of(members), r, coords, self._what)
-            held = [member for member in members if place.holds(member)]
+            place, held = self._place(r, coords), self.held(r, coords)
             planned = next(iter(sharded(held)), None)
         if planned is not None:
             raise NotARankView(
@@ -300,12 +311,21 @@ class Step:
         return RankView(
             self,
             self._checkpoint._backend,
-            list(held),
+            held,
             f"{place} of {self._what}",
             (r, coords),
             skip_damaged,
             writable,
         )
+
+    def held(self, r: int | None, coords: Mapping[str, int]) -> list[Member]:
+        """The files of a rank, and those of the step that have no rank, as :meth:`rank` takes
+        them."""
+        place = self._place(r, coords)
+        return [member for member in self._members if place.holds(member)]
+
+    def _place(self, r: int | None, coords: Mapping[str, int]) -> Place:
+        return pick(places_of(self._members), r, coords, self._what)
 
     @property
     def wholes(self) -> Mapping[str, WholeTensor]:
@@ -365,13 +385,17 @@ class Files(Mapping[str, FileView]):
         return f"<Files of {self._checkpoint!r}>"
 
     def __getitem__(self, path: Path) -> FileView:
-        member = self._find(path)
-        if member is None:
+        return FileView(self, self._checkpoint._backend, self.member(path))
+
+    def member(self, path: Path) -> Member:
+        """A file as views and loaders take it; errors are those of looking it up."""
+        found = self._find(path)
+        if found is None:
             raise UnknownFileError(
                 f"{self._checkpoint._label} has no file {path!a}; paths are those of the"
                 " original tree, relative to its root"
             )
-        return FileView(self, self._checkpoint._backend, member)
+        return found
 
     def __contains__(self, path: object) -> bool:
         return isinstance(path, str | bytes | os.PathLike) and self._find(path) is not None

@@ -24,12 +24,20 @@ from slimckpt.errors import (
     SlimckptError,
     StoreDamagedError,
 )
-from slimckpt.model import Ints, Role, SourceFile, StepLabel, Table
-from slimckpt.sources.positioned import ByteSource, FileSource
+from slimckpt.model import Ints, Role, SourceFile, Span, StepLabel, Table, show_path
+from slimckpt.sources.digest import BLOCK, digest_of, digest_of_blocks, reusable_buffer
+from slimckpt.sources.positioned import (
+    ByteSource,
+    FileSource,
+    open_for_reading,
+    read_spans_into,
+)
 from slimckpt.store.index import IN_SKELETON, STORED, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
-from slimckpt.store.reader import Store
+from slimckpt.store.reader import NOWHERE, Store, damage
 from slimckpt.store.spliced import SplicedSource
+
+_SKELETON = -1
 
 
 class Group(NamedTuple):
@@ -228,12 +236,16 @@ class _SourceHolding(Holding):
 
 
 class StoreProvider(Provider):
-    """A slim checkpoint: its root manifest, and parts and indexes as they are asked for."""
+    """A slim checkpoint: its root manifest, and parts and indexes as they are asked for.
+
+    With ``check`` the bytes of a payload are compared with its digest before they are used.
+    """
 
     damaged = StoreDamagedError
 
-    def __init__(self, path: bytes) -> None:
+    def __init__(self, path: bytes, check: bool = False) -> None:
         self.path = os.path.abspath(path)
+        self._check = check
         self._store = Store(path)
         self._numbers: dict[Group, list[int]] = {}
         for number, part in enumerate(self._store.root.parts):
@@ -251,7 +263,7 @@ class StoreProvider(Provider):
                 sizes = {container.name: container.nbytes for container in part.containers}
                 for entry in part.files:
                     file = entry.file
-                    holding = _StoreHolding(self._store, part, entry, sizes)
+                    holding = _StoreHolding(self._store, part, entry, sizes, self._check)
                     found += [Member(file.path, file.role, holding)]
                     found += [Member(p, _linked(p, file.role), holding) for p in file.links]
             self._listed[group] = {member.path: member for member in _sorted(found)}
@@ -261,11 +273,19 @@ class StoreProvider(Provider):
 class _StoreHolding(Holding):
     damaged = StoreDamagedError
 
-    def __init__(self, store: Store, part: Part, entry: FileEntry, sizes: dict[bytes, int]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        part: Part,
+        entry: FileEntry,
+        sizes: dict[bytes, int],
+        check: bool,
+    ) -> None:
         super().__init__(entry.file)
         self._store, self._part, self._entry = store, part, entry
         self._sizes = sizes
         self._index: FileIndex | None = None
+        self._sound: set[int] | None = set() if check else None
 
     @property
     def file(self) -> SourceFile:
@@ -291,6 +311,14 @@ class _StoreHolding(Holding):
         return self.index.dropped_tensors()
 
     def source(self) -> AbstractContextManager[ByteSource]:
+        if self._sound is not None and _SKELETON not in self._sound:
+            pieces = self._store.skeleton_places(self._part, self._entry)
+            stretches = [
+                Stretch(None if name is None else self._store.absolute(name), offset, nbytes, 0)
+                for name, offset, nbytes in pieces
+            ]
+            self._compare("its skeleton", self._entry.skeleton.digest, stretches)
+            self._sound.add(_SKELETON)
         return SplicedSource(self._store, self._part, self._entry, self.index)
 
     def stretches(self, payload: int) -> list[Stretch]:
@@ -304,9 +332,29 @@ class _StoreHolding(Holding):
                 continue
             size = self._sizes.get(name, whole.nbytes)
             found.append(Stretch(self._store.absolute(name), offset, nbytes, size))
+        if self._sound is not None and payload not in self._sound:
+            if not any(stretch.path is None and stretch.offset == NOWHERE for stretch in found):
+                digest = self.index.places.digest[payload].tobytes().hex()
+                self._compare(f"payload {payload}", digest, found)
+            self._sound.add(payload)
         return found
 
+    def _compare(self, what: str, digest: str, stretches: list[Stretch]) -> None:
+        with damage():
+            if _digest_of(stretches, self.label).hex() == digest:
+                return
+        where = sorted({show_path(s.path) for s in stretches if s.path is not None})
+        raise StoreDamagedError(
+            f"{self.label}: the {sum(s.nbytes for s in stretches)} bytes of {what} in"
+            f" {', '.join(where)} are not those that were stored: their digest is wrong."
+            " `slimckpt verify` lists all that is damaged"
+        )
+
     def places(self) -> Places:
+        if self._sound is not None:
+            # Nothing goes the way that does not ask for stretches.
+            nowhere = np.full(self.table.n_payloads, -1, np.int64)
+            return Places([], nowhere, nowhere)
         skeleton = self._entry.skeleton
         if skeleton.kind == "whole":
             return _in_place(self.table, self._store.absolute(skeleton.name), skeleton.nbytes)
@@ -328,6 +376,32 @@ class _StoreHolding(Holding):
     def digest(self, payload: int) -> bytes | None:
         found = self.index.places.digest[payload].tobytes()
         return found if any(found) else None
+
+
+def _digest_of(stretches: list[Stretch], label: str) -> bytes:
+    """The digest of what is stored in some stretches."""
+    buffer, filled, blocks = reusable_buffer(), 0, []
+    for path, offset, nbytes, _ in stretches:
+        fd = -1 if path is None else open_for_reading(path, label)
+        try:
+            while nbytes:
+                take = min(nbytes, BLOCK - filled)
+                room = buffer[filled : filled + take]
+                if path is None:
+                    room[:] = bytes([offset]) * take
+                else:
+                    read_spans_into(fd, [Span(offset, take)], room, label)
+                    offset += take
+                nbytes, filled = nbytes - take, filled + take
+                if filled == BLOCK:
+                    blocks.append(digest_of(buffer))
+                    filled = 0
+        finally:
+            if fd >= 0:
+                os.close(fd)
+    if filled or not blocks:
+        blocks.append(digest_of(buffer[:filled]))
+    return digest_of_blocks(sum(s.nbytes for s in stretches), b"".join(blocks))
 
 
 def _single(table: Table) -> npt.NDArray[np.bool_]:

@@ -1,0 +1,183 @@
+"""Which file of a checkpoint is meant, and the memory of its payloads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from slimckpt.analysis.tree import is_store
+from slimckpt.errors import NotUnderstoodError, UsageError
+from slimckpt.model import HOME_PAYLOAD, RAW, Bytes, StepLabel, Tensor, encode_path
+from slimckpt.sources.backends import BackendName
+from slimckpt.views.arrays import Arrays
+from slimckpt.views.checkpoint import Checkpoint, Path, Step
+from slimckpt.views.providers import Holding, Member
+
+_LISTED = 16
+
+
+class Origin(NamedTuple):
+    """A file of an opened checkpoint, and what makes private arrays of it."""
+
+    checkpoint: Checkpoint
+    member: Member
+    arrays: Arrays
+
+    @property
+    def holding(self) -> Holding:
+        return self.member.holding
+
+
+@contextmanager
+def opened(
+    path: Path,
+    file: Path | None,
+    rank: int | None,
+    step: StepLabel | None,
+    run: str | None,
+    formats: tuple[str, ...],
+    writer: str,
+    backend: BackendName | None = None,
+    check: bool = False,
+) -> Iterator[Origin]:
+    """The one file that the arguments name, of one of ``formats``.
+
+    Parameters
+    ----------
+    path
+        A slim checkpoint, an original directory, or either with the path of a file behind it.
+    file
+        The original path of the file, relative to the root of the tree.
+    rank, step, run
+        Say which file, where ``file`` does not: the only one of the rank that has one of
+        ``formats``.
+    writer : str
+        What errors call something that writes ``formats``.
+
+    Raises
+    ------
+    UsageError
+        The arguments name no file, or more than one.
+    NotUnderstoodError
+        The file is of another format.
+    """
+    root, inner = split(path)
+    if inner is not None and file is not None:
+        raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
+    wanted = inner if file is None else os.fspath(file)
+    if wanted is not None and (rank, step, run) != (None, None, None):
+        raise UsageError("a file was named; leave out rank, step and run")
+    with Checkpoint(root, backend, check) as checkpoint:
+        if wanted is not None:
+            member = checkpoint.files.member(wanted)
+            _require(member, formats, writer)
+        else:
+            member = _only(step_of(checkpoint, step, run), rank, formats, writer)
+        yield Origin(checkpoint, member, Arrays(checkpoint._backend, True))
+
+
+def split(path: Path) -> tuple[bytes, bytes | None]:
+    """The root of a checkpoint, and the path of a file in it, if one was named."""
+    name = os.path.abspath(os.fsencode(path))
+    if is_store(name):
+        return name, None
+    root, rest = os.path.split(name)
+    while len(root) > 1:
+        if is_store(root):
+            return root, rest
+        root, first = os.path.split(root)
+        rest = os.path.join(first, rest)
+    if os.path.isfile(name):
+        return os.path.split(name)
+    return name, None
+
+
+def step_of(checkpoint: Checkpoint, step: StepLabel | None, run: str | None) -> Step:
+    """The step that was asked for, or the only one."""
+    return checkpoint._only_step(run, "load") if step is None else checkpoint.step(step, run)
+
+
+def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -> Member:
+    """The one file of a rank that has one of the formats; its own before those of all ranks."""
+    held = step.held(rank, {})
+    found = [m for m in held if m.holding.file.understood and m.holding.file.format in formats]
+    own = [member for member in found if member.role.rank is not None or member.role.coords]
+    by_body = {id(member.holding): member for member in reversed(own or found)}
+    if len(by_body) == 1:
+        return next(iter(by_body.values()))
+    if not by_body:
+        problems = [m.holding.file.problem for m in held if not m.holding.file.understood]
+        raise NotUnderstoodError(
+            f"none of the {len(held)} files of {step._what} that were asked for is of {writer}"
+            + "".join(f"; {problem}" for problem in problems[:4] if problem)
+        )
+    paths = sorted(encode_path(member.path) for member in by_body.values())
+    shown = ", ".join(map(ascii, paths[:_LISTED])) + (", …" if len(paths) > _LISTED else "")
+    raise UsageError(f"{step._what} has {len(paths)} files of {writer}; say file=…: {shown}")
+
+
+def _require(member: Member, formats: tuple[str, ...], writer: str) -> None:
+    member.holding.require()
+    found = member.holding.file.format
+    if found not in formats:
+        raise NotUnderstoodError(
+            f"{member.holding.label}: expected a file of {writer}, found {found}; its tensors can"
+            " be had all the same (slimckpt.open, or tensors of a framework by name)"
+        )
+
+
+class Payloads:
+    """The private memory of a file's payloads, by where they begin in the file.
+
+    Bytes that are no payload are read.
+    """
+
+    def __init__(self, origin: Origin, read: Callable[[int, int], bytes]) -> None:
+        self._holding, self._arrays, self._read = origin.holding, origin.arrays, read
+        table = self._holding.table
+        ends = table.columns["span_end"]
+        single = np.flatnonzero(np.diff(ends, prepend=0) == 1)
+        starts = table.columns["span_offset"][ends[single] - 1]
+        self._rows = dict(zip(starts.tolist(), single.tolist(), strict=True))
+        home = np.where(table.columns["home"] == HOME_PAYLOAD, table.columns["home_row"], -1)
+        payloads, tensors = np.unique(home, return_index=True)
+        self._tensors = dict(zip(payloads.tolist(), tensors.tolist(), strict=True))
+
+    def __call__(self, offset: int, nbytes: int, encoding: str = RAW) -> Bytes:
+        """Memory of the ``nbytes`` stored at ``offset`` of the file, decoded.
+
+        Raises
+        ------
+        DroppedTensorError
+            They were left out when it was slimmed.
+        """
+        row = self._rows.get(offset)
+        table = self._holding.table
+        if row is None or int(table.payload_nbytes[row]) != nbytes:
+            return np.array(np.frombuffer(self._read(offset, nbytes), np.uint8))
+        return self._arrays.stream(self._holding, self._tensor(row, encoding))
+
+    def _tensor(self, payload: int, encoding: str) -> Tensor:
+        """A tensor of a payload: errors name it."""
+        row = self._tensors.get(payload)
+        if row is not None:
+            return replace(self._holding.table.tensor(row), encoding=encoding)
+        nbytes = int(self._holding.table.payload_nbytes[payload])
+        name = f"payload {payload}"
+        return Tensor(
+            name, name, "U8", False, (nbytes,), None, 0, nbytes, payload, None, encoding
+        )  # fmt: skip
+
+
+def missing(framework: str, found: Any, needs: str) -> str:
+    """What an error says of a framework that is not there, or too old."""
+    what = f"is not to be had ({found})" if isinstance(found, ImportError) else f"is {found}"
+    return (
+        f"{framework} {what}; slimckpt.frameworks.{framework} needs {needs}:"
+        f" pip install 'slimckpt[{framework}]'"
+    )

@@ -1,0 +1,102 @@
+"""What files of torch may name: what torch itself writes, and what trainers add to it.
+
+Names are those of torch 2.13, ``torch/_utils.py`` and ``torch/_tensor.py``, of versions before it,
+and of DeepSpeed 0.19, megatron-core 0.16, transformers 5.24 and accelerate 1.15 where their
+checkpoints were seen to hold them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from slimckpt.frameworks.allowed import Allowed, Found, enumerations_of
+
+_TENSOR = "torch.distributed.tensor"
+_CHECKPOINT = "torch.distributed.checkpoint"
+_NAMES = {
+    "torch": ("Size", "Tensor", "device"),
+    "torch._tensor": ("_rebuild_from_type", "_rebuild_from_type_v2"),
+    "torch._utils": (
+        "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy",
+        "_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_parameter",
+        "_rebuild_parameter_with_state", "_rebuild_qtensor", "_rebuild_sparse_csr_tensor",
+        "_rebuild_sparse_tensor", "_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3",
+        "_rebuild_wrapper_subclass", "_rebuild_xla_tensor",
+    ),
+    "torch.distributed._mesh_layout": ("_FlatLayout", "_MeshLayout"),
+    "torch.distributed.device_mesh": ("DeviceMesh",),
+    "torch.nested._internal.nested_tensor": ("_rebuild_njt",),
+    "torch.nn.parameter": ("Buffer", "Parameter"),
+    "torch.serialization": ("_get_layout",),
+    "torch.torch_version": ("TorchVersion",),
+    _TENSOR: ("DTensor",),
+    f"{_TENSOR}._api": ("DTensor",),
+    f"{_TENSOR}._dtensor_spec": ("DTensorSpec", "ShardOrderEntry", "TensorMeta"),
+    f"{_TENSOR}.placement_types": ("Partial", "Replicate", "Shard", "_StridedShard"),
+    f"{_CHECKPOINT}.filesystem": ("_StorageInfo",),
+    f"{_CHECKPOINT}.metadata": (
+        "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
+        "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
+    ),
+    "accelerate.state": ("AcceleratorState", "PartialState"),
+    "accelerate.utils.dataclasses": ("DistributedType", "DynamoBackend"),
+    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
+    "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
+    "deepspeed.utils.tensor_fragment": ("fragment_address",),
+    "megatron.core.enums": ("ModelType",),
+    "megatron.core.transformer.enums": ("AttnBackend", "AttnMaskType", "AttnType", "LayerType"),
+    "transformers.trainer_pt_utils": ("AcceleratorConfig",),
+    "transformers.trainer_utils": (
+        "EvaluationStrategy", "HubStrategy", "IntervalStrategy", "SaveStrategy", "SchedulerType",
+    ),
+    "transformers.training_args": ("OptimizerNames", "ParallelMode", "TrainingArguments"),
+}  # fmt: skip
+_MOVED = {
+    "torch.distributed._tensor": _TENSOR,
+    "torch.distributed._tensor.api": f"{_TENSOR}._api",
+    "torch.distributed._tensor._dtensor_spec": f"{_TENSOR}._dtensor_spec",
+    "torch.distributed._tensor.placement_types": f"{_TENSOR}.placement_types",
+    "torch.tensor": "torch._tensor",
+}
+_FUNCTIONS = ("torch.nn.functional", "torch._C._nn")
+
+
+def allowed_of_torch(torch: Any, load_from_bytes: Any, allow: Iterable[Any]) -> Allowed:
+    """The allow-list of torch's files; ``load_from_bytes`` stands for the function of that name,
+    which would unpickle."""
+    stand_ins = {("torch.storage", "_load_from_bytes"): Found(load_from_bytes, True)}
+
+    def rule(module: str, name: str) -> Found | None:
+        if "Storage" in name and module.startswith("torch"):
+            return _storage(torch, name)
+        if module in _MOVED:
+            return Found(allowed.find(_MOVED[module], name, module), True)
+        if module == "torch":
+            kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
+            found = getattr(torch, name, None)
+            return Found(found, False) if isinstance(found, kinds) else None
+        if module.startswith("torch.nn.modules."):
+            found = getattr(sys.modules.get(module), name, None)
+            is_one = isinstance(found, type) and issubclass(found, torch.nn.Module)
+            return Found(found, True) if is_one and found.__module__ == module else None
+        if module in _FUNCTIONS:
+            # Activations that a module keeps: named, never called.
+            found = getattr(sys.modules.get(module), name, None)
+            return Found(found, False) if callable(found) else None
+        return None
+
+    families = ("accelerate", "deepspeed", "megatron", "peft", "torch", "transformers")
+    allowed = Allowed(_NAMES, stand_ins, (rule, enumerations_of(*families)), allow)
+    return allowed
+
+
+def _storage(torch: Any, name: str) -> Found | None:
+    """A storage class, as torch's own loading takes it."""
+    if name in ("UntypedStorage", "TypedStorage"):
+        return Found(getattr(torch.storage, name), False)
+    try:
+        return Found(torch.serialization.StorageType(name), False)
+    except KeyError:
+        return None
