@@ -41,12 +41,13 @@ class StrategyRules(Rules):
     def __init__(self, strategies: Sequence[Strategy], origin: str) -> None:
         self.origin = origin
         stages: dict[int, dict[str, ParameterLayout]] = {}
-        distinct = [s for n, s in enumerate(strategies) if s not in strategies[:n]]
-        for strategy in distinct:
+        for strategy in strategies:
             for stage, parameters in _by_stage(strategy).items():
-                if stage in stages:
-                    raise UsageError(f"{origin}: two different strategies are of stage {stage}")
-                stages[stage] = parameters
+                if stages.setdefault(stage, parameters) != parameters:
+                    raise UsageError(
+                        f"{origin}: two different strategies are of pipeline stage {stage}; say"
+                        " which is meant (layout=…)"
+                    )
         sizes = {
             math.prod(layout.dev_matrix[0])
             for parameters in stages.values()
@@ -72,6 +73,18 @@ class StrategyRules(Rules):
 
     def placements(self, name: str) -> tuple[Placement, ...]:
         return self._placements.get(name, ())
+
+
+def ranks_of(strategy: Strategy) -> int:
+    """How many ranks a strategy is for: those of one pipeline stage, or of all in a merged one."""
+    stages = _by_stage(strategy)
+    sizes = [
+        math.prod(layout.dev_matrix[0])
+        for parameters in stages.values()
+        for layout in parameters.values()
+        if layout.dev_matrix
+    ]
+    return max(sizes, default=0) * len(stages)
 
 
 def layout_of_tuple(
@@ -163,10 +176,9 @@ def _placement(layout: ParameterLayout, first: int, what: str) -> Placement:
     if len(layout.dev_matrix) != 1 or not layout.tensor_map or not all(layout.dev_matrix[0]):
         raise NotUnderstoodError(f"{what}: expected a device matrix and a tensor map: {layout}")
     (mesh,) = layout.dev_matrix
+    maps = [entry for entry in layout.tensor_map if entry]
     if len(layout.tensor_map) == 1:
         maps = [(number,) for number in layout.tensor_map[0]]
-    else:
-        maps = [entry for entry in layout.tensor_map if entry]
     splits = []
     sizes = layout.param_split_shape[0] if layout.param_split_shape else ()
     for dim, numbers in enumerate(maps):
