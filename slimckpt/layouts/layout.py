@@ -64,8 +64,8 @@ class Shard:
     Attributes
     ----------
     holder
-        Names are looked up in the view of a rank as ``view[name]`` has them, in that of a file as
-        ``view.by_path[name]`` has them (most formats have one spelling for both).
+        Whose view has the local tensor, as ``view[name]``; where a file has none of that name, as
+        ``view.by_path[name]``.
     shape
         Of the local tensor, padding included. The tensor must have it.
     pieces
@@ -73,8 +73,8 @@ class Shard:
     name
         Of the local tensor; ``None``: that of the whole tensor.
     within
-        Bytes of the file in which the local tensor must lie, where the record says so and names
-        (``view[name]``, not paths) may be several in a file: an item of a ``.distcp`` file.
+        Bytes of the file in which the local tensor must lie, where the record says so; of several
+        of that name it is the one there (an item of a ``.distcp`` file).
     """
 
     holder: Holder

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from slimckpt.errors import UsageError
 from slimckpt.formats.mindspore_parallel import is_strategy
@@ -93,8 +94,7 @@ def _may_be_strategy(head: bytes, size: int) -> bool:
 
 def _read(path: bytes, label: str) -> bytes:
     try:
-        with open(path, "rb") as file:
-            return file.read(_LARGEST)
+        return Path(os.fsdecode(path)).read_bytes()
     except OSError as error:
         raise UsageError(f"{label}: {error.strerror}; expected a file with a layout") from None
 

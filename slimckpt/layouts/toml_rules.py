@@ -36,11 +36,6 @@ from slimckpt.errors import UsageError
 from slimckpt.layouts.placement import Placement, Rules
 from slimckpt.layouts.splits import RULES, How, Split
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 _OF_SPLIT = ("dim", "axis", "split", "sections", "groups", "parts")
 _OF_RULE = ("match", "then", "only", "per_rank", *_OF_SPLIT)
 _MAGIC = re.compile(r"[*?\[]")
@@ -94,6 +89,10 @@ def read_toml(data: bytes, label: str) -> TomlRules:
     UsageError
         It is no TOML, or no such rules; the message names the line or the rule.
     """
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
     try:
         root = tomllib.loads(data.decode())
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ class WholeTensor:
         part = self._read(tuple(low for low, _, _ in wanted), tuple(high for _, high, _ in wanted))
         steps = tuple(step for _, _, step in wanted)
         # With an ellipsis numpy gives an array, without one a number, where no axis is left.
-        found: Array = part[(*steps, ...)] if _has_ellipsis(key) else part[steps]
+        found: Array = part[_key(steps)] if _has_ellipsis(key) else part[steps]
         return found
 
     def require(self) -> None:
@@ -106,7 +106,7 @@ class WholeTensor:
             if out is None:
                 out = np.empty(shape, part.dtype)
             spans = zip(first, last, low, strict=True)
-            key = (*(slice(a - start, b - start) for a, b, start in spans), ...)
+            key = _key(slice(a - start, b - start) for a, b, start in spans)
             if painted is None:
                 out[key] = part
             else:
@@ -129,7 +129,7 @@ class WholeTensor:
         offsets, lengths = self._covering.boxes[row]
         local = self._locals.array(self.name, self.dtype, held.shard)
         spans = zip(low, high, offsets, strict=True)
-        key = (*(slice(a - start, b - start) for a, b, start in spans), ...)
+        key = _key(slice(a - start, b - start) for a, b, start in spans)
         found: Array = block_in(local, lengths, held.at)[key]
         return found
 
@@ -200,6 +200,11 @@ class Wholes(Mapping[str, WholeTensor]):
         tensor = self.layout.tensors[name]
         covering = self._coverings.of(name, tensor, self.layout.origin)
         return WholeTensor(name, tensor, covering, self._locals, self._allow_drift)
+
+
+def _key(parts: Iterable[Any]) -> tuple[Any, ...]:
+    """A key that gives an array always."""
+    return (*parts, ...)
 
 
 def _ends(box: Box) -> Shape:
