@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from slimckpt.errors import UsageError
@@ -29,7 +29,7 @@ _LARGEST = 256 * 2**20
 
 
 def recorded(
-    files: Sequence[File], others: Sequence[File], near: bytes, n_ranks: int
+    files: Sequence[File], around: Iterable[Sequence[File]], beside: bytes, n_ranks: int
 ) -> Layout | Rules | None:
     """What is recorded of a step; ``None`` where nothing is.
 
@@ -37,10 +37,10 @@ def recorded(
     ----------
     files
         Of the step.
-    others
-        Of its run or tree, of no step: strategy files lie there.
-    near
-        A directory around the tree; strategy files there count where the tree has none.
+    around
+        Files where its strategy files may be, the nearest first; the first that have any count.
+    beside
+        The directory the tree lies in: where the tree has no strategy files, they may be there.
     n_ranks
         Of the step: of strategy files that differ, those for another number do not count.
 
@@ -53,13 +53,16 @@ def recorded(
         found = reader(files)
         if found is not None:
             return found
-    texts: dict[str, bytes] = {}
-    for file in others:
-        if _NAMED in file.path.lower():
-            with file.holding.source() as source:
-                if _may_be_strategy(source.read(0, min(source.size, 4096)), source.size):
-                    texts[encode_path(file.path)] = source.read(0, source.size)
-    return _together(texts or _strategies_in(near, _NAMED), n_ranks)
+    for near_first in around:
+        texts: dict[str, bytes] = {}
+        for file in near_first:
+            if _NAMED in file.path.lower():
+                with file.holding.source() as source:
+                    if _may_be_strategy(source.read(0, min(source.size, 4096)), source.size):
+                        texts[encode_path(file.path)] = source.read(0, source.size)
+        if texts:
+            return _together(texts, n_ranks)
+    return _together(_strategies_in(beside, _NAMED), n_ranks)
 
 
 def given(layout: LayoutLike) -> Layout | Rules:

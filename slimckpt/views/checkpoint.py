@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -471,11 +472,13 @@ class Step:
     def _bound(self, layout: LayoutLike | None) -> Bound:
         if layout is not None:
             return self._bind(given(layout))
-        provider, nowhere = self._checkpoint._provider, (Group(self.run, None), Group("", None))
-        groups = {self._group, *nowhere} & set(provider.groups())
-        around = [member for group in sorted(groups, key=str) for member in provider.members(group)]
-        near = os.path.dirname(self._checkpoint.path)
-        found = recorded(self._members, around, near, len(self.ranks))
+        checkpoint, members = self._checkpoint, self._members
+        provider = checkpoint._provider
+        own = [group for group in provider.groups() if group.step is None]
+        own.sort(key=lambda group: (group.run != self.run, group.run != "", group.run))
+        around = (provider.members(group) for group in own if group != self._group)
+        beside = os.path.dirname(checkpoint.path)
+        found = recorded(members, chain([members], around), beside, len(self.ranks))
         if found is None:
             raise _NoLayoutError(
                 f"{self._what} records no layout that describes whole tensors (metadata of"
