@@ -81,6 +81,8 @@ class Covering:
     def _gather(self, shape: Shape, shards: Sequence[Shard], local: dict[Local, list[Box]]) -> str:
         """Fill ``boxes``, ``held`` and what is used of local tensors; what is wrong, if anything
         is."""
+        if min(shape, default=0) < 0:
+            return "it has a negative size"
         rows: dict[Box, int] = {}
         for shard in sorted(shards, key=lambda shard: holder_key(shard.holder)):
             inside: list[Box] = []

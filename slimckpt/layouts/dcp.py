@@ -68,6 +68,7 @@ class _Recorded(Mapping[str, TensorLayout]):
 
     def __init__(self, metadata: Metadata, directory: str) -> None:
         self._tensors, self._directory = metadata.tensors, directory
+        self._made: dict[str, TensorLayout] = {}
         self._items: dict[str, list[Item]] = {}
         for item in metadata.items:
             if item.offsets is not None:
@@ -83,6 +84,11 @@ class _Recorded(Mapping[str, TensorLayout]):
         return name in self._tensors
 
     def __getitem__(self, name: str) -> TensorLayout:
+        if name not in self._made:
+            self._made[name] = self._make(name)
+        return self._made[name]
+
+    def _make(self, name: str) -> TensorLayout:
         whole = self._tensors.get(name)
         if whole is None:
             near = ", ".join(list(self._tensors)[:_LISTED])

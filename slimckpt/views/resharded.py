@@ -48,6 +48,9 @@ class Resharded(Mapping[int, "ReshardedRank"]):
         self.layout = target
         self._names = dict.fromkeys(names)
         self._outside = self._check()
+        shards = {id(old.shards): old.shards for old in wholes.layout.tensors.values()}
+        local = {shard.name for same in shards.values() for shard in same if shard.name}
+        self._known = ({*wholes} | local) - self._outside
         self._shards: dict[int, dict[int, list[Shard]]] = {}
         self._ranks: dict[int, ReshardedRank] = {}
 
@@ -88,7 +91,8 @@ class Resharded(Mapping[int, "ReshardedRank"]):
         own = None
         if self._bound.ranks:
             own = self._bound.view_of(rank if rank in self._bound.ranks else self._bound.ranks[0])
-        return ReshardedRank(rank, self, local, own, self._outside)
+        carried = [name for name in own or () if name not in local and name not in self._known]
+        return ReshardedRank(rank, self, local, own, carried)
 
     def _held(self, tensor: TensorLayout) -> dict[int, list[Shard]]:
         """The shards of each rank; of tensors that share their shards once."""
@@ -147,15 +151,10 @@ class ReshardedRank(Mapping[str, Array]):
         resharded: Resharded,
         local: dict[str, Parts],
         own: TensorView | None,
-        outside: set[str],
+        carried: Sequence[str],
     ) -> None:
         self._rank, self._resharded, self._local, self._own = rank, resharded, local, own
-        source = resharded.wholes
-        self._carried = {
-            name: None
-            for name in own or ()
-            if name not in local and (name not in source or name in outside)
-        }
+        self._carried = dict.fromkeys(carried)
 
     def __repr__(self) -> str:
         return f"<ReshardedRank {self._rank} of {self._resharded!r}>"
