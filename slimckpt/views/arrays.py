@@ -104,15 +104,13 @@ class Arrays:
         a, b = tensor_of(*one), tensor_of(*other)
         if not alike(a, b) or a.nbytes != b.nbytes:
             return False
-        if _whole(one[0], a) and _whole(other[0], b):
-            assert a.payload is not None and b.payload is not None
-            digests = one[0].digest(a.payload), other[0].digest(b.payload)
-            if None not in digests:
-                return digests[0] == digests[1]
+        by_digest = same_digest(one, other)
+        if by_digest is not None:
+            return by_digest
         if not is_readable(a.dtype):
             return self.raw(*one) == self.raw(*other)
         reader = self if not self.writable else Arrays(self.backend, False)
-        return _equal_bytes(reader.array(*one), reader.array(*other))
+        return equal_bytes(reader.array(*one), reader.array(*other))
 
     def _bytes(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes | int:
         """Part of the stream of a tensor's payload; an int where every byte is that."""
@@ -229,6 +227,36 @@ def tensor_of(holding: Holding, row: int) -> Tensor:
     return tensor
 
 
+def same_digest(one: tuple[Holding, int], other: tuple[Holding, int]) -> bool | None:
+    """Whether two tensors that are alike have one digest; ``None`` where that is not known."""
+    a, b = tensor_of(*one), tensor_of(*other)
+    if not (_whole(one[0], a) and _whole(other[0], b)):
+        return None
+    assert a.payload is not None and b.payload is not None
+    digests = one[0].digest(a.payload), other[0].digest(b.payload)
+    return None if None in digests else digests[0] == digests[1]
+
+
+def equal_bytes(one: Array, other: Array) -> bool:
+    """Whether two arrays of one dtype and shape have equal bytes; copies no more than a few MiB."""
+    if (
+        one.nbytes > _CHUNK
+        and one.ndim
+        and not (one.flags.c_contiguous and other.flags.c_contiguous)
+    ):
+        step = max(_CHUNK * len(one) // one.nbytes, 1)
+        return all(
+            equal_bytes(one[at : at + step], other[at : at + step])
+            if len(one) > 1
+            else equal_bytes(one[0], other[0])
+            for at in range(0, len(one), step)
+        )
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    return all(
+        np.array_equal(a[at : at + _CHUNK], b[at : at + _CHUNK]) for at in range(0, len(a), _CHUNK)
+    )
+
+
 def is_readable(dtype: str) -> bool:
     """Whether entries of ``dtype`` are arrays."""
     return dtype in BY_NAME
@@ -335,13 +363,6 @@ def _whole(holding: Holding, tensor: Tensor) -> bool:
         and tensor.strides is None
         and tensor.offset == 0
         and tensor.nbytes == int(holding.table.payload_nbytes[tensor.payload])
-    )
-
-
-def _equal_bytes(one: Array, other: Array) -> bool:
-    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
-    return all(
-        np.array_equal(a[at : at + _CHUNK], b[at : at + _CHUNK]) for at in range(0, len(a), _CHUNK)
     )
 
 

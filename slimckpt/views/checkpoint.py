@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -16,13 +17,21 @@ from slimckpt.errors import (
     UnknownTensorError,
     UsageError,
 )
+from slimckpt.layouts.dcp import metadata_among, sharded
+from slimckpt.layouts.layout import Holder, Layout
+from slimckpt.layouts.placement import Rules
+from slimckpt.layouts.recorded import LayoutLike, given, recorded
 from slimckpt.model import StepLabel, decode_path, encode_path, show_path
 from slimckpt.sources.backends import BackendName, make_backend
 from slimckpt.views.arrays import Arrays
+from slimckpt.views.bound import Bound, bind_rules
+from slimckpt.views.locals import Locals
+from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
+from slimckpt.views.resharded import Resharded
 from slimckpt.views.selection import Place, numbers_of, pick, places_of
-from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
+from slimckpt.views.whole import Wholes, WholeTensor
 
 Path = str | bytes | os.PathLike[Any]
 
@@ -79,7 +88,7 @@ class Checkpoint:
             self._provider = DirectoryProvider(directory)
         self._backend = make_backend(backend, self._provider.damaged)
         self._counting: tuple[str, ...] | None = None
-        self._wholes: dict[Group, Mapping[str, WholeTensor]] = {}
+        self._wholes: dict[tuple[Any, ...], tuple[LayoutLike | None, Bound, Wholes]] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -199,9 +208,33 @@ class Checkpoint:
             f" {_described(steps)}"
         )
 
-    def tensor(self, name: str, run: str | None = None) -> WholeTensor:
+    def tensor(
+        self,
+        name: str,
+        run: str | None = None,
+        layout: LayoutLike | None = None,
+        allow_drift: bool = False,
+    ) -> WholeTensor:
         """One whole tensor, where there is only one step. See :meth:`Step.tensor`."""
-        return self._only_step(run, "tensor").tensor(name)
+        return self._only_step(run, "tensor").tensor(name, layout, allow_drift)
+
+    def layout(self, layout: LayoutLike | None = None, run: str | None = None) -> Layout:
+        """Which part of each whole tensor each rank holds, where there is only one step. See
+        :meth:`Step.layout`."""
+        return self._only_step(run, "layout").layout(layout)
+
+    def reshard(
+        self,
+        target: LayoutLike,
+        layout: LayoutLike | None = None,
+        run: str | None = None,
+        allow_drift: bool = False,
+        skip: Sequence[str] = (),
+    ) -> Resharded:
+        """Its tensors as other ranks would hold them, where there is only one step. See
+        :meth:`Step.reshard`."""
+        step = self._only_step(run, "reshard")
+        return step.reshard(target, layout, allow_drift=allow_drift, skip=skip)
 
     def _steps(self, run: str | None) -> list[Step]:
         """Steps of a run, or of all; a run without steps is one step without a label."""
@@ -327,31 +360,140 @@ class Step:
     def _place(self, r: int | None, coords: Mapping[str, int]) -> Place:
         return pick(places_of(self._members), r, coords, self._what)
 
+    def layout(self, layout: LayoutLike | None = None) -> Layout:
+        """Which part of each whole tensor each rank, or file, holds.
+
+        Parameters
+        ----------
+        layout
+            A layout, rules for one, or the path of a file with rules (TOML, a strategy file of
+            MindSpore, a directory of the strategy files of all pipeline stages); ``None``: what
+            the checkpoint records: metadata of torch.distributed.checkpoint, or strategy files
+            in the tree or beside it.
+
+        Raises
+        ------
+        UsageError
+            Nothing is recorded, and none is given.
+        CheckFailedError
+            It is for another number of ranks. What else is wrong is found tensor by tensor.
+        """
+        return self.whole_tensors(layout).layout
+
     @property
     def wholes(self) -> Mapping[str, WholeTensor]:
-        """Whole tensors, over all ranks, by name; none where no metadata describes them."""
-        members, known = self._members, self._checkpoint._wholes
-        if self._group not in known:
-            known[self._group] = wholes_of(members, Arrays(self._checkpoint._backend, False)) or {}
-        return known[self._group]
+        """Whole tensors, over all ranks, by name; none where no layout is recorded."""
+        try:
+            return self.whole_tensors()
+        except _NoLayoutError:
+            return {}
 
-    def tensor(self, name: str) -> WholeTensor:
-        """One whole tensor, over all ranks, as the metadata of the save describes it.
+    def whole_tensors(self, layout: LayoutLike | None = None, allow_drift: bool = False) -> Wholes:
+        """Whole tensors, over all ranks, by name; parameters and errors as of :meth:`tensor`."""
+        known = self._checkpoint._wholes
+        key = self._group, allow_drift, _identity(layout)
+        if key not in known:
+            bound = self._bound(layout)
+            local = Locals(
+                bound.view_of, Arrays(self._checkpoint._backend, False), bound.layout.origin
+            )
+            # The layout is kept, lest its id is given to another.
+            known[key] = layout, bound, Wholes(bound.layout, local, allow_drift)
+        return known[key][2]
+
+    def tensor(
+        self, name: str, layout: LayoutLike | None = None, allow_drift: bool = False
+    ) -> WholeTensor:
+        """One whole tensor, over all ranks.
+
+        Parameters
+        ----------
+        name
+            As ranks have it, or as the metadata of the save has it.
+        layout
+            As in :meth:`layout`.
+        allow_drift
+            Where ranks that should hold the same differ, take the lowest and log a warning.
 
         Raises
         ------
         UnknownTensorError
-            There is none of that name, or no metadata.
+            There is none of that name, or no layout.
         CheckFailedError
-            The files do not hold what the metadata says.
+            Ranks or files do not hold what the layout says. Whether replicas are equal is known
+            when it is read.
         """
-        wholes = self.wholes
-        if not wholes:
-            raise UnknownTensorError(
-                f"{self._what} has no metadata that describes whole tensors (that of"
-                " torch.distributed.checkpoint); rank(r)[name] gives what a rank has"
+        try:
+            whole = self.whole_tensors(layout, allow_drift)[name]
+        except _NoLayoutError as error:
+            raise UnknownTensorError(f"{error}; rank(r)[name] gives what a rank has") from None
+        whole.require()
+        return whole
+
+    def reshard(
+        self,
+        target: LayoutLike,
+        layout: LayoutLike | None = None,
+        *,
+        allow_drift: bool = False,
+        skip: Sequence[str] = (),
+    ) -> Resharded:
+        """Its tensors as other ranks would hold them.
+
+        Parameters
+        ----------
+        target
+            The layout that is wanted: what :meth:`layout` takes.
+        layout
+            That of the checkpoint, as there.
+        allow_drift
+            As in :meth:`tensor`.
+        skip
+            Globs of names of whole tensors that are not wanted.
+
+        Returns
+        -------
+        Resharded
+            For each rank a lazy mapping from names to arrays. Tensors outside of the layouts are
+            those of the rank of the same number, or of the first.
+
+        Raises
+        ------
+        UsageError
+            A tensor cannot be split as the new layout says, or it does not place a tensor that the
+            ranks have parts of.
+        CheckFailedError
+            Ranks or files do not hold what the layout of the checkpoint says.
+        """
+        wholes = self.whole_tensors(layout, allow_drift)
+        bound = self._checkpoint._wholes[self._group, allow_drift, _identity(layout)][1]
+        return Resharded(wholes, bound, given(target), skip)
+
+    def _bound(self, layout: LayoutLike | None) -> Bound:
+        if layout is not None:
+            return self._bind(given(layout))
+        checkpoint, members = self._checkpoint, self._members
+        provider = checkpoint._provider
+        own = [group for group in provider.groups() if group.step is None]
+        own.sort(key=lambda group: (group.run != self.run, group.run != "", group.run))
+        around = (provider.members(group) for group in own if group != self._group)
+        beside = os.path.dirname(checkpoint.path)
+        found = recorded(members, chain([members], around), beside, len(self.ranks))
+        if found is None:
+            raise _NoLayoutError(
+                f"{self._what} records no layout that describes whole tensors (metadata of"
+                " torch.distributed.checkpoint, strategy files of MindSpore); give one (layout=…)"
             )
-        return wholes[name]
+        return self._bind(found)
+
+    def _bind(self, found: Layout | Rules) -> Bound:
+        if isinstance(found, Rules):
+            return bind_rules(found, self.ranks, self.coords, self.rank, self._what)
+        planned = metadata_among(self._members) is not None
+        return Bound(found, self._view_of, () if planned else self.ranks)
+
+    def _view_of(self, holder: Holder) -> TensorView:
+        return self.rank(holder) if isinstance(holder, int) else self.files[holder]
 
     @property
     def _members(self) -> Sequence[Member]:
@@ -363,6 +505,10 @@ class Step:
     def _what(self) -> str:
         where = show_path(os.path.join(self._checkpoint.path, decode_path(self.run)).rstrip(b"/"))
         return where if self.label is None else f"step {self.label} of {where}"
+
+
+class _NoLayoutError(UsageError):
+    """A step records no layout, and none was given."""
 
 
 class Files(Mapping[str, FileView]):
@@ -442,6 +588,16 @@ class Files(Mapping[str, FileView]):
 
 def _files_of(owner: Checkpoint | Step) -> Files:
     return owner.files
+
+
+def _identity(layout: LayoutLike | None) -> Any:
+    """What tells a layout, or the state of a file that gives one, from others."""
+    if layout is None or isinstance(layout, Layout | Rules):
+        return id(layout)
+    try:
+        return os.fspath(layout), os.stat(layout).st_mtime_ns
+    except OSError:
+        return os.fspath(layout)
 
 
 def _in_run(run: str | None) -> str:

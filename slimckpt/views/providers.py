@@ -319,7 +319,8 @@ class _StoreHolding(Holding):
             ]
             self._compare("its skeleton", self._entry.skeleton.digest, stretches)
             self._sound.add(_SKELETON)
-        return SplicedSource(self._store, self._part, self._entry, self.index)
+        index = None if self._entry.index is None else self.index
+        return SplicedSource(self._store, self._part, self._entry, index)
 
     def stretches(self, payload: int) -> list[Stretch]:
         whole = self._entry.skeleton
