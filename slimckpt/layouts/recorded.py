@@ -14,6 +14,7 @@ from slimckpt.layouts.deepspeed import deepspeed_layout
 from slimckpt.layouts.files import File
 from slimckpt.layouts.layout import Layout
 from slimckpt.layouts.mindspore import StrategyRules, ranks_of
+from slimckpt.layouts.paddle import paddle_layout
 from slimckpt.layouts.placement import Rules
 from slimckpt.layouts.toml_rules import read_toml
 from slimckpt.model import encode_path, show_path
@@ -24,6 +25,7 @@ LayoutLike = Layout | Rules | str | bytes | os.PathLike[str]
 READERS: tuple[Callable[[Sequence[File]], Layout | None], ...] = (
     dcp_layout,
     deepspeed_layout,
+    paddle_layout,
 )
 """Each is given the files of a step, and gives the layout that they record or ``None``. The first
 that gives one counts."""
