@@ -26,6 +26,7 @@ from benchmarks import (
     node_memory_of_frameworks,
     pickles,
     reading,
+    torch_loading,
 )
 from benchmarks.machine import machine
 from benchmarks.turns import Result, Verdict
@@ -44,6 +45,7 @@ MEASUREMENTS = {
     "read": reading.read,
     "open": reading.open_rank,
     "node": memory.node,
+    "torch": torch_loading.torch_loading,
     "frameworks": node_memory_of_frameworks.frameworks,
     "private": memory.private,
     "ranks": many_ranks.ranks,

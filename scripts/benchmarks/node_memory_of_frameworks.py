@@ -53,6 +53,16 @@ FRAMEWORKS = {
             "own loader, all files": Loader("own-all", of_store=False, all_ranks=True),
         },
     ),
+    "torch": Framework(
+        "torch",
+        "torch_reader.py",
+        {
+            "load": Loader("load", judged=True),
+            "state_dict": Loader("state_dict"),
+            "own loader, mmap": Loader("own-mmap", of_store=False),
+            "own loader": Loader("own", of_store=False),
+        },
+    ),
 }
 
 
@@ -96,4 +106,9 @@ def _source(workshop: Workshop, kind: str, unique: int) -> Path:
     """A rank has ``SHARED`` tensors that all have, and one of its own; all are of one size."""
     nbytes = workshop.options.nbytes(unique) // (SHARED + RANKS) // 4096 * 4096
     make = ["--tensors", SHARED + 1, "--tensor-bytes", nbytes, "--shared", f"{SHARED}/{SHARED + 1}"]
-    return workshop.checkpoint("--format", kind, *make, "--dp", 1, "--mp", RANKS)
+    source = workshop.checkpoint("--format", kind, *make, "--dp", 1, "--mp", RANKS)
+    for path in source.rglob("rank_*.pt"):
+        # A directory for each rank, as other formats have it.
+        (source / path.stem).mkdir()
+        path.rename(source / path.stem / path.name)
+    return source

@@ -16,8 +16,8 @@ from slimckpt.frameworks.origin import (
     missing,
     opened,
     require_complete,
-    split,
     step_of,
+    which,
 )
 from slimckpt.frameworks.torch_objects import Objects
 from slimckpt.frameworks.torch_tensors import Tensors
@@ -125,8 +125,7 @@ def state_dict(
         ones of 4 and 6 bits) are ``uint8``, as stored.
     """
     torch = imported()
-    root, inner = split(path)
-    named = file if inner is None else inner
+    root, named = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
         if named is not None:
             view: Any = checkpoint.files[named]
