@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -25,7 +25,7 @@ from slimckpt.errors import (
     StoreDamagedError,
 )
 from slimckpt.model import Ints, Role, SourceFile, Span, StepLabel, Table, show_path
-from slimckpt.sources.digest import BLOCK, digest_of, digest_of_blocks, reusable_buffer
+from slimckpt.sources.digest import BLOCK, digest_of_chunks, reusable_buffer
 from slimckpt.sources.positioned import (
     ByteSource,
     FileSource,
@@ -342,7 +342,7 @@ class _StoreHolding(Holding):
 
     def _compare(self, what: str, digest: str, stretches: list[Stretch]) -> None:
         with damage():
-            if _digest_of(stretches, self.label).hex() == digest:
+            if digest_of_chunks(_read(stretches, self.label))[1].hex() == digest:
                 return
         where = sorted({show_path(s.path) for s in stretches if s.path is not None})
         raise StoreDamagedError(
@@ -379,30 +379,22 @@ class _StoreHolding(Holding):
         return found if any(found) else None
 
 
-def _digest_of(stretches: list[Stretch], label: str) -> bytes:
-    """The digest of what is stored in some stretches."""
-    buffer, filled, blocks = reusable_buffer(), 0, []
+def _read(stretches: list[Stretch], label: str) -> Iterator[memoryview]:
+    """The bytes of some stretches, in pieces that are valid until the next one."""
+    buffer = reusable_buffer()
     for path, offset, nbytes, _ in stretches:
         fd = -1 if path is None else open_for_reading(path, label)
         try:
-            while nbytes:
-                take = min(nbytes, BLOCK - filled)
-                room = buffer[filled : filled + take]
+            for at in range(0, nbytes, BLOCK):
+                piece = buffer[: min(BLOCK, nbytes - at)]
                 if path is None:
-                    room[:] = bytes([offset]) * take
+                    piece[:] = bytes([offset]) * len(piece)
                 else:
-                    read_spans_into(fd, [Span(offset, take)], room, label)
-                    offset += take
-                nbytes, filled = nbytes - take, filled + take
-                if filled == BLOCK:
-                    blocks.append(digest_of(buffer))
-                    filled = 0
+                    read_spans_into(fd, [Span(offset + at, len(piece))], piece, label)
+                yield piece
         finally:
             if fd >= 0:
                 os.close(fd)
-    if filled or not blocks:
-        blocks.append(digest_of(buffer[:filled]))
-    return digest_of_blocks(sum(s.nbytes for s in stretches), b"".join(blocks))
 
 
 def _single(table: Table) -> npt.NDArray[np.bool_]:
