@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 from slimckpt.errors import CheckFailedError, UnknownRankError
 from slimckpt.formats.mindspore_strategy import Groups
 from slimckpt.layouts.boxes import blocks_of
-from slimckpt.layouts.layout import Box, Shape, Shard, TensorLayout
+from slimckpt.layouts.layout import Box, Piece, Shape, Shard, TensorLayout
 from slimckpt.layouts.mindspore import layout_of_tuple
 
 Array = npt.NDArray[Any]
@@ -44,6 +45,35 @@ def fill(out: Array, whole: Whole, shard: Shard) -> None:
     for piece in shard.pieces:
         for box, at in blocks_of(piece):
             block_in(out, box.lengths, at)[...] = whole[_key(box)]
+
+
+def cut(shard: Shard, axis: int, low: int, high: int) -> Shard:
+    """Of a local tensor what lies from ``low`` to before ``high`` on an axis; those before it have
+    one element, so that this is a run of it in C order."""
+    row = math.prod(shard.shape[axis + 1 :])
+    pieces: list[Piece] = []
+    for piece in shard.pieces:
+        for box, at in blocks_of(piece):
+            if isinstance(at, int):
+                numel = math.prod(box.lengths)
+                first, last = max(at, low * row), min(at + numel, high * row)
+                if first < last:
+                    pieces.append(Piece(box, first - low * row, (first - at, last - at)))
+                continue
+            inner = axis - (len(at) - len(box.lengths))
+            size = box.lengths[inner] if inner >= 0 else 1
+            first, last = max(at[axis], low), min(at[axis] + size, high)
+            if first >= last:
+                continue
+            if inner >= 0:
+                start = box.offsets[inner] + first - at[axis]
+                box = Box(
+                    (*box.offsets[:inner], start, *box.offsets[inner + 1 :]),
+                    (*box.lengths[:inner], last - first, *box.lengths[inner + 1 :]),
+                )
+            pieces.append(Piece(box, (*at[:axis], first - low, *at[axis + 1 :])))
+    shape = (*shard.shape[:axis], high - low, *shard.shape[axis + 1 :])
+    return replace(shard, shape=shape, pieces=tuple(pieces))
 
 
 def block_in(local: Array, lengths: Shape, at: Shape | int) -> Array:

@@ -354,9 +354,7 @@ def check_containers(
         stored = Digests([body.nbytes for body in draft.bodies])
         spans = [
             (row, (Span(offset, body.nbytes),))
-            for row, (body, offset) in enumerate(
-                zip(draft.bodies, draft.body_offsets, strict=True)
-            )
+            for row, (body, offset) in enumerate(zip(draft.bodies, draft.body_offsets, strict=True))
         ]
         units = units_of(draft.path, show_path(draft.name), spans)
         stored.fill(executor, units, progress.advance)

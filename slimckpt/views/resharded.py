@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import numpy as np
@@ -13,10 +13,11 @@ from slimckpt.layouts.covering import Coverings
 from slimckpt.layouts.layout import Layout, Shard, TensorLayout
 from slimckpt.layouts.placement import Rules, Typed
 from slimckpt.layouts.slicing import fill, local_of
-from slimckpt.model import compact_ranks
+from slimckpt.model import Bytes, Tensor, compact_ranks
 from slimckpt.views.arrays import Array
 from slimckpt.views.bound import Bound
 from slimckpt.views.mapping import TensorView
+from slimckpt.views.streaming import pieces_of, pieces_of_array
 from slimckpt.views.whole import Wholes
 
 Parts = list[tuple[str, Shard]]
@@ -214,10 +215,33 @@ class ReshardedRank(Mapping[str, Array]):
         whole, shard = parts[0]
         return self._resharded.layout.tensors[whole].dtype, shard.shape
 
+    def carried_tensor(self, name: str) -> Tensor:
+        """All that is known of a carried entry."""
+        return self._from(name).info(name)
+
     def parts(self, name: str) -> tuple[tuple[str, Shard], ...]:
         """Which whole tensors a local tensor has parts of; none for a carried one. What is in none
         of them is zero."""
         return tuple(self._local.get(name, ()))
+
+    def content(self, name: str) -> Hashable:
+        """What decides the bytes of a local tensor: where it is equal, they are."""
+        parts = self._local.get(name)
+        if parts is None:
+            return id(self._from(name)), name
+        shape = parts[0][1].shape
+        return shape, tuple((whole, shard.pieces) for whole, shard in parts)
+
+    def pieces(self, name: str) -> Iterator[Bytes]:
+        """The bytes of an entry of any type in C order, a few MiB at a time."""
+        parts = self._local.get(name)
+        if parts is not None:
+            wholes, dtype = self._resharded.wholes, numpy_dtype(self.info(name)[0])
+            return pieces_of([(wholes[whole], shard) for whole, shard in parts], dtype)
+        view = self._from(name)
+        if name in view.opaque:
+            return iter([np.frombuffer(view.raw(name), np.uint8)])
+        return pieces_of_array(view[name])
 
     def raw(self, name: str) -> bytes:
         """The bytes of an entry of any type, in C order."""
