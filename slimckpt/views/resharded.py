@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -218,6 +219,32 @@ class ReshardedRank(Mapping[str, Array]):
         """Which whole tensors a local tensor has parts of; none for a carried one. What is in none
         of them is zero."""
         return tuple(self._local.get(name, ()))
+
+    def stretches(self, name: str, nbytes: int = 8 * 2**20) -> Iterator[Array]:
+        """The elements of a tensor in C order, a stretch of one axis at a time: for writing tensors
+        that are put together, without holding one as a whole.
+
+        Parameters
+        ----------
+        name
+            Of the tensor.
+        nbytes
+            Of a stretch, at most (but at least one element).
+        """
+        dtype, shape = self.info(name)
+        parts = self._local.get(name)
+        step = max(nbytes // numpy_dtype(dtype).itemsize, 1)
+        if parts is None:
+            flat = self._from(name)[name].reshape(-1)
+            yield from (flat[at : at + step] for at in range(0, flat.size, step))
+            return
+        wholes = [(self._resharded.wholes[whole], shard) for whole, shard in parts]
+        size = math.prod(shape)
+        for at in range(0, size, step):
+            out = np.zeros(min(step, size - at), numpy_dtype(dtype))
+            for whole, shard in wholes:
+                fill(out, whole, shard, at)
+            yield out
 
     def raw(self, name: str) -> bytes:
         """The bytes of an entry of any type, in C order."""
