@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slimckpt.analysis.tree import is_store
-from slimckpt.errors import DroppedTensorError, NotUnderstoodError, UsageError
+from slimckpt.encodings import decoder
+from slimckpt.errors import DamagedFileError, DroppedTensorError, NotUnderstoodError, UsageError
 from slimckpt.model import HOME_PAYLOAD, RAW, Bytes, StepLabel, Tensor, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays
@@ -143,7 +144,12 @@ def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -
 
 
 def _require(member: Member, formats: tuple[str, ...], writer: str) -> None:
-    member.holding.require()
+    try:
+        member.holding.require()
+    except NotUnderstoodError as error:
+        raise NotUnderstoodError(
+            f"{error}; if it is of {writer} all the same, restore it and load it with the framework"
+        ) from None
     found = member.holding.file.format
     if found not in formats:
         raise NotUnderstoodError(
@@ -198,7 +204,13 @@ class Payloads:
         row = self._rows.get(offset)
         table = self._holding.table
         if row is None or int(table.payload_nbytes[row]) != nbytes:
-            return np.array(np.frombuffer(self._read(offset, nbytes), np.uint8))
+            stored = np.frombuffer(self._read(offset, nbytes), np.uint8)
+            try:
+                return np.array(decoder(encoding)(stored, [nbytes]))
+            except (DamagedFileError, NotUnderstoodError) as error:
+                raise type(error)(
+                    f"{self._holding.label}: bytes {offset} to {offset + nbytes}: {error}"
+                ) from None
         return self._arrays.stream(self._holding, self._tensor(row, encoding))
 
     def _tensor(self, payload: int, encoding: str) -> Tensor:

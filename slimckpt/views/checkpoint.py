@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -18,15 +17,13 @@ from slimckpt.errors import (
     UsageError,
 )
 from slimckpt.layouts.dcp import metadata_among, sharded
-from slimckpt.layouts.layout import Holder, Layout
-from slimckpt.layouts.placement import Rules
-from slimckpt.layouts.recorded import LayoutLike, given, recorded
+from slimckpt.layouts.layout import Layout
+from slimckpt.layouts.recorded import LayoutLike, given
 from slimckpt.model import StepLabel, decode_path, encode_path, show_path
 from slimckpt.sources.backends import BackendName, make_backend
 from slimckpt.views.arrays import Arrays
-from slimckpt.views.bound import Bound, bind_rules
+from slimckpt.views.bound import Bound, NoLayoutError, bind, identity
 from slimckpt.views.locals import Locals
-from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
 from slimckpt.views.resharded import Resharded
@@ -385,21 +382,23 @@ class Step:
         """Whole tensors, over all ranks, by name; none where no layout is recorded."""
         try:
             return self.whole_tensors()
-        except _NoLayoutError:
+        except NoLayoutError:
             return {}
 
     def whole_tensors(self, layout: LayoutLike | None = None, allow_drift: bool = False) -> Wholes:
         """Whole tensors, over all ranks, by name; parameters and errors as of :meth:`tensor`."""
+        return self._through(layout, allow_drift)[1]
+
+    def _through(self, layout: LayoutLike | None, allow_drift: bool) -> tuple[Bound, Wholes]:
         known = self._checkpoint._wholes
-        key = self._group, allow_drift, _identity(layout)
+        key = self._group, allow_drift, identity(layout)
         if key not in known:
-            bound = self._bound(layout)
-            local = Locals(
-                bound.view_of, Arrays(self._checkpoint._backend, False), bound.layout.origin
-            )
+            bound = bind(self, layout, self._members, self._what)
+            arrays = Arrays(self._checkpoint._backend, False)
+            local = Locals(bound.view_of, arrays, bound.layout.origin)
             # The layout is kept, lest its id is given to another.
             known[key] = layout, bound, Wholes(bound.layout, local, allow_drift)
-        return known[key][2]
+        return known[key][1:]
 
     def tensor(
         self, name: str, layout: LayoutLike | None = None, allow_drift: bool = False
@@ -425,7 +424,7 @@ class Step:
         """
         try:
             whole = self.whole_tensors(layout, allow_drift)[name]
-        except _NoLayoutError as error:
+        except NoLayoutError as error:
             raise UnknownTensorError(f"{error}; rank(r)[name] gives what a rank has") from None
         whole.require()
         return whole
@@ -465,35 +464,8 @@ class Step:
         CheckFailedError
             Ranks or files do not hold what the layout of the checkpoint says.
         """
-        wholes = self.whole_tensors(layout, allow_drift)
-        bound = self._checkpoint._wholes[self._group, allow_drift, _identity(layout)][1]
+        bound, wholes = self._through(layout, allow_drift)
         return Resharded(wholes, bound, given(target), skip)
-
-    def _bound(self, layout: LayoutLike | None) -> Bound:
-        if layout is not None:
-            return self._bind(given(layout))
-        checkpoint, members = self._checkpoint, self._members
-        provider = checkpoint._provider
-        own = [group for group in provider.groups() if group.step is None]
-        own.sort(key=lambda group: (group.run != self.run, group.run != "", group.run))
-        around = (provider.members(group) for group in own if group != self._group)
-        beside = os.path.dirname(checkpoint.path)
-        found = recorded(members, chain([members], around), beside, len(self.ranks))
-        if found is None:
-            raise _NoLayoutError(
-                f"{self._what} records no layout that describes whole tensors (metadata of"
-                " torch.distributed.checkpoint, strategy files of MindSpore); give one (layout=…)"
-            )
-        return self._bind(found)
-
-    def _bind(self, found: Layout | Rules) -> Bound:
-        if isinstance(found, Rules):
-            return bind_rules(found, self.ranks, self.coords, self.rank, self._what)
-        planned = metadata_among(self._members) is not None
-        return Bound(found, self._view_of, () if planned else self.ranks)
-
-    def _view_of(self, holder: Holder) -> TensorView:
-        return self.rank(holder) if isinstance(holder, int) else self.files[holder]
 
     @property
     def _members(self) -> Sequence[Member]:
@@ -505,10 +477,6 @@ class Step:
     def _what(self) -> str:
         where = show_path(os.path.join(self._checkpoint.path, decode_path(self.run)).rstrip(b"/"))
         return where if self.label is None else f"step {self.label} of {where}"
-
-
-class _NoLayoutError(UsageError):
-    """A step records no layout, and none was given."""
 
 
 class Files(Mapping[str, FileView]):
@@ -588,16 +556,6 @@ class Files(Mapping[str, FileView]):
 
 def _files_of(owner: Checkpoint | Step) -> Files:
     return owner.files
-
-
-def _identity(layout: LayoutLike | None) -> Any:
-    """What tells a layout, or the state of a file that gives one, from others."""
-    if layout is None or isinstance(layout, Layout | Rules):
-        return id(layout)
-    try:
-        return os.fspath(layout), os.stat(layout).st_mtime_ns
-    except OSError:
-        return os.fspath(layout)
 
 
 def _in_run(run: str | None) -> str:

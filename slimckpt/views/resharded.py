@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -17,7 +18,6 @@ from slimckpt.model import Bytes, Tensor, compact_ranks
 from slimckpt.views.arrays import Array
 from slimckpt.views.bound import Bound
 from slimckpt.views.mapping import TensorView
-from slimckpt.views.streaming import pieces_of, pieces_of_array
 from slimckpt.views.whole import Wholes
 
 Parts = list[tuple[str, Shard]]
@@ -224,6 +224,32 @@ class ReshardedRank(Mapping[str, Array]):
         of them is zero."""
         return tuple(self._local.get(name, ()))
 
+    def stretches(self, name: str, nbytes: int = 8 * 2**20) -> Iterator[Array]:
+        """The elements of a tensor in C order, a stretch of one axis at a time: for writing tensors
+        that are put together, without holding one as a whole.
+
+        Parameters
+        ----------
+        name
+            Of the tensor.
+        nbytes
+            Of a stretch, at most (but at least one element).
+        """
+        dtype, shape = self.info(name)
+        parts = self._local.get(name)
+        step = max(nbytes // numpy_dtype(dtype).itemsize, 1)
+        if parts is None:
+            flat = self._from(name)[name].reshape(-1)
+            yield from (flat[at : at + step] for at in range(0, flat.size, step))
+            return
+        wholes = [(self._resharded.wholes[whole], shard) for whole, shard in parts]
+        size = math.prod(shape)
+        for at in range(0, size, step):
+            out = np.zeros(min(step, size - at), numpy_dtype(dtype))
+            for whole, shard in wholes:
+                fill(out, whole, shard, at)
+            yield out
+
     def content(self, name: str) -> Hashable:
         """What decides the bytes of a local tensor: where it is equal, they are."""
         parts = self._local.get(name)
@@ -234,14 +260,9 @@ class ReshardedRank(Mapping[str, Array]):
 
     def pieces(self, name: str) -> Iterator[Bytes]:
         """The bytes of an entry of any type in C order, a few MiB at a time."""
-        parts = self._local.get(name)
-        if parts is not None:
-            wholes, dtype = self._resharded.wholes, numpy_dtype(self.info(name)[0])
-            return pieces_of([(wholes[whole], shard) for whole, shard in parts], dtype)
-        view = self._from(name)
-        if name in view.opaque:
-            return iter([np.frombuffer(view.raw(name), np.uint8)])
-        return pieces_of_array(view[name])
+        if name not in self:
+            return iter([np.frombuffer(self._from(name).raw(name), np.uint8)])
+        return (part.view(np.uint8) for part in self.stretches(name))
 
     def raw(self, name: str) -> bytes:
         """The bytes of an entry of any type, in C order."""
