@@ -105,7 +105,8 @@ class Layout:
     ----------
     tensors
         By name. May be a lazy mapping that makes an entry (once), or raises what is wrong with it,
-        when it is asked for. Tensors that are not in it are outside the layout: of each rank its own.
+        when it is asked for. Tensors that are not in it are outside the layout: each rank has its
+        own.
     ranks
         The ranks it is for, in order; those that hold nothing too. Empty where files hold
         everything and no rank is known.

@@ -18,7 +18,7 @@ from slimckpt.errors import (
     SlimckptError,
     StoreDamagedError,
 )
-from slimckpt.model import FLOOR, RAW, Bytes, Tensor
+from slimckpt.model import FLOOR, HOME_PAYLOAD, RAW, Bytes, Tensor
 from slimckpt.sources.backends import Backend, CopyOnWrite
 from slimckpt.store.reader import NOWHERE
 from slimckpt.views.providers import Holding, Stretch
@@ -104,9 +104,9 @@ class Arrays:
         a, b = tensor_of(*one), tensor_of(*other)
         if not alike(a, b) or a.nbytes != b.nbytes:
             return False
-        by_digest = same_digest(one, other)
-        if by_digest is not None:
-            return by_digest
+        digests = digest_of(*one), digest_of(*other)
+        if None not in digests:
+            return digests[0] == digests[1]
         if not is_readable(a.dtype):
             return self.raw(*one) == self.raw(*other)
         reader = self if not self.writable else Arrays(self.backend, False)
@@ -227,14 +227,20 @@ def tensor_of(holding: Holding, row: int) -> Tensor:
     return tensor
 
 
-def same_digest(one: tuple[Holding, int], other: tuple[Holding, int]) -> bool | None:
-    """Whether two tensors that are alike have one digest; ``None`` where that is not known."""
-    a, b = tensor_of(*one), tensor_of(*other)
-    if not (_whole(one[0], a) and _whole(other[0], b)):
-        return None
-    assert a.payload is not None and b.payload is not None
-    digests = one[0].digest(a.payload), other[0].digest(b.payload)
-    return None if None in digests else digests[0] == digests[1]
+def digest_of(holding: Holding, row: int) -> bytes | None:
+    """The digest of a tensor's bytes, where it is known."""
+    table = holding.table
+    columns = table.columns
+    payload = int(columns["home_row"][row])
+    is_payload = (
+        columns["home"][row] == HOME_PAYLOAD
+        and 0 <= payload < table.n_payloads
+        and columns["offset"][row] == 0
+        and columns["nbytes"][row] == columns["payload_nbytes"][payload]
+        and table.encodings[columns["encoding"][row]] == RAW
+        and columns["stride_end"][row] == (columns["stride_end"][row - 1] if row else 0)
+    )
+    return holding.digest(payload) if is_payload else None
 
 
 def equal_bytes(one: Array, other: Array) -> bool:
@@ -353,17 +359,6 @@ def _check_inside(holding: Holding, tensor: Tensor, start: int, stop: int, nbyte
         raise holding.damaged(
             f"{_name(holding, tensor)} takes bytes {start} to {stop} of a payload of {nbytes}"
         )
-
-
-def _whole(holding: Holding, tensor: Tensor) -> bool:
-    """Whether a tensor is its payload, so that the digest of the one is that of the other."""
-    return (
-        tensor.payload is not None
-        and tensor.encoding == RAW
-        and tensor.strides is None
-        and tensor.offset == 0
-        and tensor.nbytes == int(holding.table.payload_nbytes[tensor.payload])
-    )
 
 
 def _frozen(memory: Bytes) -> Bytes:
