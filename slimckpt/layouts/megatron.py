@@ -70,7 +70,13 @@ def megatron_layout(files: Sequence[File]) -> MegatronLayout | None:
     }
     where = encode_path(saved[0].file.path)
     ranks = tuple(range(len(saved)))
-    return MegatronLayout(tensors, ranks, f"{where} and its like", weights, model=model)
+    local = frozenset(
+        name
+        for held in model.held.values()
+        for _, parameter in held
+        for name in (parameter.local, *parameter.states.values())
+    )
+    return MegatronLayout(tensors, ranks, f"{where} and its like", weights, local, model=model)
 
 
 class _Tensors(Mapping[str, TensorLayout]):

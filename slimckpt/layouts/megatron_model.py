@@ -116,18 +116,16 @@ class Model:
 
     def tensor(self, name: str, key: str) -> TensorLayout:
         """A parameter, or what the optimizer has for it under ``key``."""
-        division = self.division(name) if self.size > 1 else Division(None)
         first, parameter = self.held[name][0]
         own = first.tensors[parameter.local][1]
         dtype, local = first.tensors[parameter.states[key] if key else parameter.local]
-        if local != own:
-            if local:
-                raise NotUnderstoodError(
-                    f"{first.file.holding.label}: {key} of parameter {name!a} has shape"
-                    f" {list(local)}, and the parameter {list(own)}; how ranks share it is not"
-                    " known here"
-                )
-            division = Division(None)
+        if local not in (own, ()):
+            raise NotUnderstoodError(
+                f"{first.file.holding.label}: {key} of parameter {name!a} has shape {list(local)},"
+                f" and the parameter {list(own)}; how ranks share it is not known here"
+            )
+        split = local == own and self.size > 1
+        division = self.division(name) if split else Division(None)
         shape = list(local)
         if division.dim is not None:
             shape[division.dim] *= self.size

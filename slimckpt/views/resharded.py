@@ -63,7 +63,7 @@ class Resharded(Mapping[int, "ReshardedRank"]):
                 old = wholes.layout.tensors[name]
                 shards[id(old.shards)] = old.shards
         local = {shard.name for same in shards.values() for shard in same if shard.name}
-        self._known = ({*wholes} | local) - self._outside
+        self._known = ({*wholes} | local | wholes.layout.local) - self._outside
         self._shards: dict[int, dict[int, list[Shard]]] = {}
         self._ranks: dict[int, ReshardedRank] = {}
 
