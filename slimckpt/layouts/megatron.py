@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from slimckpt.errors import NotUnderstoodError, UnknownTensorError, UsageError
 from slimckpt.layouts.files import File
 from slimckpt.layouts.layout import Layout, TensorLayout
-from slimckpt.layouts.megatron_files import saved_files
+from slimckpt.layouts.megatron_files import names_of_parts, saved_files
 from slimckpt.layouts.megatron_model import DECODER, LAYER, Model
 from slimckpt.layouts.megatron_splits import EMBEDDING, count_in
 from slimckpt.layouts.placement import Placement, Rules
@@ -70,12 +70,7 @@ def megatron_layout(files: Sequence[File]) -> MegatronLayout | None:
     }
     where = encode_path(saved[0].file.path)
     ranks = tuple(range(len(saved)))
-    local = frozenset(
-        name
-        for held in model.held.values()
-        for _, parameter in held
-        for name in (parameter.local, *parameter.states.values())
-    )
+    local = names_of_parts(saved, files)
     return MegatronLayout(tensors, ranks, f"{where} and its like", weights, local, model=model)
 
 

@@ -10,6 +10,7 @@ where these leave a choice.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -28,6 +29,8 @@ _CHUNK = re.compile(r"model(\d*)")
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 _BUFFERS = ("expert_bias", "inv_freq", "local_tokens_per_expert")
 """Names of tensors of the model that are no parameters."""
+_OF_PARTS = re.compile(r"model\d*\.|optimizer\.(?!grad_scaler\.|(?:optimizer\.)?param_groups\.)")
+_BUCKETS = b"distrib_optim.pt"
 _HALF = ("BF16", "F16")
 _MOST_WAYS = 1 << 12
 
@@ -99,8 +102,9 @@ def saved_files(files: Sequence[File]) -> list[Saved]:
     found = []
     for file in files:
         match = _FILE.fullmatch(file.path)
-        if match is None or not file.holding.file.format.startswith("torch"):
+        if match is None:
             continue
+        file.holding.require()
         root = _read(file)
         if any(_CHUNK.fullmatch(key) for key in root) and root.keys() & {
             "args",
@@ -108,6 +112,19 @@ def saved_files(files: Sequence[File]) -> list[Saved]:
         }:
             found.append(_saved(file, root, [int(text or 0) for text in match.groups()]))
     return sorted(found, key=lambda saved: (saved.stage, saved.tensor))
+
+
+def names_of_parts(saved: Sequence[Saved], files: Sequence[File]) -> frozenset[str]:
+    """Names of tensors that mean nothing to other ranks as they are: parameters, all of the
+    optimizer but its settings, and what a distributed optimizer has in files of its own."""
+    own = {name for each in saved for name in each.tensors if _OF_PARTS.match(name)}
+    buckets = {
+        name
+        for file in files
+        if os.path.basename(file.path) == _BUCKETS
+        for name in file.holding.require().names()
+    }
+    return frozenset(own | buckets)
 
 
 def _saved(file: File, root: dict[str, Any], numbers: list[int]) -> Saved:
@@ -168,6 +185,8 @@ def _saved(file: File, root: dict[str, Any], numbers: list[int]) -> Saved:
 
 def _read(file: File) -> dict[str, Any]:
     """The object of a file."""
+    if not file.holding.file.format.startswith("torch"):
+        return {}
     with file.holding.source() as source:
         return dict(_named(_root(file.holding.file.format, source)))
 
@@ -183,9 +202,13 @@ def _states(
     optimizer: Any, tensors: Mapping[str, tuple[str, Shape]], parameters: list[str]
 ) -> dict[str, tuple[dict[str, str], Marks | None]]:
     """The optimizer's tensors for each parameter, and the attributes of its master."""
-    outer = dict(_named(optimizer))
-    if optimizer is None or not outer:
+    if optimizer is None:
         return {}
+    outer = dict(_named(optimizer))
+    if not outer:
+        raise NotUnderstoodError(
+            "its optimizer is one chained of several, and which parameters each has is not known"
+        )
     wrapped = "optimizer" in outer
     inner = dict(_named(outer["optimizer"])) if wrapped else outer
     prefix = "optimizer.optimizer.state" if wrapped else "optimizer.state"

@@ -19,15 +19,23 @@ from megatron_bytes import (
     part,
     renumbered,
     staged,
+    tensor,
     unwrapped,
     whole_model,
     write,
 )
 from safetensors_bytes import safetensors_file
 from sample_files import SAMPLES, expected
+from torch_bytes import saved_members, torch_zip
 
 import slimckpt
-from slimckpt.errors import CheckFailedError, NotUnderstoodError, SlimckptError, UsageError
+from slimckpt.errors import (
+    CheckFailedError,
+    DamagedFileError,
+    NotUnderstoodError,
+    SlimckptError,
+    UsageError,
+)
 from slimckpt.layouts.megatron import MegatronLayout
 from slimckpt.layouts.megatron_files import _interleaved
 from slimckpt.layouts.toml_rules import read_toml
@@ -457,23 +465,61 @@ def test_without_args_only_what_shapes_prove_is_merged(tmp_path: Path) -> None:
                     assert np.array_equal(checkpoint.tensor(f"model.{name}"), array), name
 
 
-def test_buckets_of_a_distributed_optimizer_are_refused_and_weights_are_not(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("optimizer", "why"),
+    [
+        (
+            {"optimizer": {"param_groups": [{"lr": 0.1}]}},
+            "a distributed optimizer keeps it in buckets",
+        ),
+        ([unwrapped([]), unwrapped([])], "chained of several"),
+        (unwrapped([[np.ones((6,), np.float32)]]), "has 1 parameters and its model 8"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_told_by_parameter_is_refused_and_weights_are_not(
+    tmp_path: Path, optimizer: Any, why: str
 ) -> None:
     whole = whole_model(1)
     files = {}
     for rank in (0, 1):
         held = {name: part(name, array, rank, 2) for name, array in whole.items()}
-        groups = [{"lr": 0.1, "params": list(range(len(held)))}]
-        optimizer = {"optimizer": {"param_groups": groups}}
         files[rank, None] = megatron_file([held], ARGS, optimizer)
+    root = write(tmp_path, files)
+    for directory in root.glob("*/mp_rank_*"):
+        buckets = {"param": tensor(np.ones((64,), np.float32), "0")}
+        data = torch_zip(saved_members({"buckets_coalesced": True, 0: buckets}))
+        (directory / "distrib_optim.pt").write_bytes(data)
     one = read_toml(b"[mesh]\ntp = 1\n", "one")
-    with slimckpt.open(write(tmp_path, files)) as checkpoint:
-        with pytest.raises(NotUnderstoodError, match="a distributed optimizer keeps it in buckets"):
+    with slimckpt.open(root) as checkpoint:
+        assert "0.param" in checkpoint.rank(0)
+        with pytest.raises(NotUnderstoodError, match=why):
             checkpoint.reshard(one)
         ranks = checkpoint.reshard(one, skip=["optimizer.state"])
+        assert set(ranks[0]) == {f"model.{name}" for name in whole}
         for name, array in whole.items():
             assert np.array_equal(ranks[0][f"model.{name}"], array)
+
+
+def test_weights_are_whole_also_where_the_optimizer_was_dropped(tmp_path: Path) -> None:
+    slim(GATED / "tp2_pp2", tmp_path / "store", min_saving=0, drop=["optimizer", "master"])
+    with slimckpt.open(tmp_path / "store") as checkpoint:
+        assert len(checkpoint.rank(tp=0, pp=0).dropped) > 5
+        rank = checkpoint.reshard(megatron(checkpoint).at(1), skip=["optimizer.*"])[0]
+        assert len(rank) == 22
+        for name in rank:
+            _, shape, digest = LOADS["tp1"][0][name.removeprefix("model.")]
+            assert sha(rank[name][: shape[0]]) == digest, name
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    shutil.copytree(GATED / "tp2", tmp_path / "run")
+    path = tmp_path / "run" / "iter_0000002" / "mp_rank_01" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:-100])
+    with (
+        slimckpt.open(tmp_path / "run") as checkpoint,
+        pytest.raises(DamagedFileError, match="mp_rank_01"),
+    ):
+        checkpoint.layout()
 
 
 def test_experts_over_ranks_and_old_names_are_refused(tmp_path: Path) -> None:
