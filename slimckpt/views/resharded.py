@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 import numpy as np
 
 from slimckpt.dtypes import numpy_dtype
-from slimckpt.errors import CheckFailedError, UnknownRankError, UnknownTensorError, UsageError
+from slimckpt.errors import (
+    CheckFailedError,
+    SlimckptError,
+    UnknownRankError,
+    UnknownTensorError,
+    UsageError,
+)
 from slimckpt.layouts.covering import Coverings
+from slimckpt.layouts.dcp import require_movable
 from slimckpt.layouts.layout import Layout, Shard, TensorLayout
 from slimckpt.layouts.placement import Rules, Typed
 from slimckpt.layouts.slicing import fill, local_of
@@ -42,6 +50,7 @@ class Resharded(Mapping[int, "ReshardedRank"]):
     ) -> None:
         self.wholes, self._bound = wholes, bound
         names = [name for name in wholes if not any(fnmatchcase(name, glob) for glob in skip)]
+        require_movable(names, wholes.layout.origin)
         if isinstance(target, Rules):
             tensors = wholes.layout.tensors
             typed = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
@@ -49,9 +58,13 @@ class Resharded(Mapping[int, "ReshardedRank"]):
         self.layout = target
         self._names = dict.fromkeys(names)
         self._outside = self._check()
-        shards = {id(old.shards): old.shards for old in wholes.layout.tensors.values()}
+        shards = {}
+        for name in wholes:
+            with suppress(SlimckptError):  # what is skipped may be refused
+                old = wholes.layout.tensors[name]
+                shards[id(old.shards)] = old.shards
         local = {shard.name for same in shards.values() for shard in same if shard.name}
-        self._known = ({*wholes} | local) - self._outside
+        self._known = ({*wholes} | local | wholes.layout.local) - self._outside
         self._shards: dict[int, dict[int, list[Shard]]] = {}
         self._ranks: dict[int, ReshardedRank] = {}
 
