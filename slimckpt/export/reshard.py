@@ -6,8 +6,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from slimckpt.errors import UsageError
 from slimckpt.layouts.ranks import at_ranks
 from slimckpt.layouts.recorded import LayoutLike
@@ -15,7 +13,6 @@ from slimckpt.model import Role, StepLabel, compact_ranks
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Guard
 from slimckpt.rewrite.synthetic import SyntheticFile, SyntheticTensor, write_synthetic
-from slimckpt.views.arrays import packed_shape
 from slimckpt.views.checkpoint import Checkpoint, Step
 from slimckpt.views.resharded import Resharded, ReshardedRank
 
@@ -131,8 +128,12 @@ def _wanted(resharded: Resharded, only: Sequence[int] | None) -> list[int]:
 def _file(step: Step, view: ReshardedRank) -> SyntheticFile:
     role = Role(step.run, step.label, view.rank)
     inner = () if step.label is None else (f"step_{step.label}",)
-    path = os.path.join(*(part for part in (step.run, *inner, f"rank_{view.rank}", "tensors") if part))
-    return SyntheticFile(os.fsencode(path), role, list(map(_tensor_of(view), [*view, *view.opaque])))
+    path = os.path.join(
+        *(part for part in (step.run, *inner, f"rank_{view.rank}", "tensors") if part)
+    )
+    return SyntheticFile(
+        os.fsencode(path), role, list(map(_tensor_of(view), [*view, *view.opaque]))
+    )
 
 
 def _tensor_of(view: ReshardedRank):  # type: ignore[no-untyped-def]

@@ -90,7 +90,11 @@ class _Spread(Mapping[str, TensorLayout]):
         """Whether by ``ceil`` the last ranks would hold nothing, as here they do."""
         step = -(-tensor.shape[axis] // n_ranks)
         return -(-tensor.shape[axis] // step) == len(
-            {s.pieces[0].box for s in tensor.shards if s.pieces and 0 not in s.pieces[0].box.lengths}
+            {
+                s.pieces[0].box
+                for s in tensor.shards
+                if s.pieces and 0 not in s.pieces[0].box.lengths
+            }
         )
 
     def _unclear(self, name: str, tensor: TensorLayout, why: str) -> UsageError:

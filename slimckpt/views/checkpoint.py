@@ -14,7 +14,6 @@ from slimckpt.errors import (
     UnknownFileError,
     UnknownStepError,
     UnknownTensorError,
-    UsageError,
 )
 from slimckpt.layouts.dcp import metadata_among, sharded
 from slimckpt.layouts.layout import Layout
@@ -28,12 +27,18 @@ from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider,
 from slimckpt.views.rank import FileView, RankView
 from slimckpt.views.resharded import Resharded
 from slimckpt.views.selection import Place, numbers_of, pick, places_of
+from slimckpt.views.staging import Stage
 from slimckpt.views.whole import Wholes, WholeTensor
 
 Path = str | bytes | os.PathLike[Any]
 
 
-def open(path: Path, backend: BackendName | None = None, check: bool = False) -> Checkpoint:
+def open(
+    path: Path,
+    backend: BackendName | None = None,
+    check: bool = False,
+    stage: Path | None = None,
+) -> Checkpoint:
     """Open a slim checkpoint, or a directory of original files, for reading.
 
     Parameters
@@ -46,6 +51,13 @@ def open(path: Path, backend: BackendName | None = None, check: bool = False) ->
     check
         Compare the bytes of each tensor with their digests before they are used, once. Reads all
         of the storage that a tensor lies in; a slim checkpoint only.
+    stage
+        A directory of local storage (``"/dev/shm/NAME"``) of this user, made if it does not exist.
+        A file with tensors that are read is brought there, as a whole and in large reads, when the
+        first of its tensors is: by one process of the node, while the others wait for it and then
+        use the same copy. ``prefetch()`` of a view brings all its files. Where there is no space a
+        file is used where it is, and a warning is logged. The copies stay: ``rm -r`` the directory
+        when the last job is done; processes that have them mapped keep what they have.
 
     Returns
     -------
@@ -57,11 +69,11 @@ def open(path: Path, backend: BackendName | None = None, check: bool = False) ->
     ------
     UsageError
         There is no directory of that name, or no such backend; or ``check`` is asked for where
-        there are no digests.
+        there are no digests; or the stage is not this user's alone.
     StoreDamagedError, UnsupportedStoreError
         The root manifest is damaged, or asks for a newer slimckpt.
     """
-    return Checkpoint(path, backend, check)
+    return Checkpoint(path, backend, check, stage)
 
 
 class Checkpoint:
@@ -70,20 +82,24 @@ class Checkpoint:
     A context manager. It can be pickled, and is opened again by its path where it is unpickled.
     """
 
-    def __init__(self, path: Path, backend: BackendName | None = None, check: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        backend: BackendName | None = None,
+        check: bool = False,
+        stage: Path | None = None,
+    ) -> None:
         directory = os.path.abspath(os.fsencode(path))
         self._path, self._backend_name, self._check = directory, backend, check
-        self._provider: Provider
-        if is_store(directory):
-            self._provider = StoreProvider(directory, check)
-        elif check:
-            raise UsageError(
-                f"{show_path(directory)} is no slim checkpoint: there are no digests to check"
-                " its bytes against"
-            )
-        else:
-            self._provider = DirectoryProvider(directory)
-        self._backend = make_backend(backend, self._provider.damaged)
+        self._stage = None if stage is None else os.path.abspath(os.fsencode(stage))
+        kind = StoreProvider if is_store(directory) else DirectoryProvider
+        self._provider: Provider = kind(directory)
+        files = None
+        if self._stage is not None:
+            files = Stage(self._stage, directory, self._provider.identity)
+        self._backend = make_backend(backend, self._provider.damaged, files)
+        if check:
+            self._provider.check_by(self._backend)
         self._counting: tuple[str, ...] | None = None
         self._wholes: dict[tuple[Any, ...], tuple[LayoutLike | None, Bound, Wholes]] = {}
 
@@ -99,7 +115,7 @@ class Checkpoint:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self._path, self._backend_name, self._check)
+        return open, (self._path, self._backend_name, self._check, self._stage)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {encode_path(self._path)!a}>"
