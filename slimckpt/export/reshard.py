@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from slimckpt.dtypes import numpy_dtype
 from slimckpt.errors import UsageError
 from slimckpt.layouts.ranks import at_ranks
 from slimckpt.layouts.recorded import LayoutLike
@@ -83,7 +85,9 @@ def reshard(
     if (target is None) == (ranks is None):
         raise UsageError("give either the layout that is wanted (--layout), or a number of ranks")
     with Checkpoint(source) as checkpoint:
-        chosen = checkpoint.step(step, run) if step is not None else checkpoint.only_step(run)
+        chosen = (
+            checkpoint.step(step, run) if step is not None else checkpoint.only_step(run, "reshard")
+        )
         if target is None:
             assert ranks is not None
             target = at_ranks(chosen.members, chosen.layout(layout), ranks)
@@ -131,22 +135,18 @@ def _file(step: Step, view: ReshardedRank) -> SyntheticFile:
     path = os.path.join(
         *(part for part in (step.run, *inner, f"rank_{view.rank}", "tensors") if part)
     )
-    return SyntheticFile(
-        os.fsencode(path), role, list(map(_tensor_of(view), [*view, *view.opaque]))
+    tensors = [_tensor(view, name) for name in (*view, *view.opaque)]
+    return SyntheticFile(os.fsencode(path), role, tensors)
+
+
+def _tensor(view: ReshardedRank, name: str) -> SyntheticTensor:
+    dtype, shape = view.info(name)
+    if view.parts(name):
+        nbytes, big_endian = math.prod(shape) * numpy_dtype(dtype).itemsize, False
+    else:
+        known = view.carried_tensor(name)
+        nbytes, big_endian = known.nbytes, known.big_endian
+    content = view.content(name)
+    return SyntheticTensor(
+        name, dtype, shape, nbytes, content, lambda: view.pieces(name), big_endian
     )
-
-
-def _tensor_of(view: ReshardedRank):  # type: ignore[no-untyped-def]
-    def tensor(name: str) -> SyntheticTensor:
-        dtype, shape = view.info(name)
-        big_endian = False
-        if name in view.carried or name in view.opaque:
-            known = view.carried_tensor(name)
-            big_endian, nbytes = known.big_endian, known.nbytes
-        else:
-            nbytes = view.nbytes(name)
-        return SyntheticTensor(
-            name, dtype, shape, nbytes, view.content(name), lambda: view.pieces(name), big_endian
-        )
-
-    return tensor

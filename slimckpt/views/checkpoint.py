@@ -209,10 +209,17 @@ class Checkpoint:
         UnknownStepError
             There are several steps or runs; the message lists them.
         """
-        step = self._only_step(run, "rank")
+        step = self.only_step(run, "rank")
         return step.rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
 
-    def _only_step(self, run: str | None, call: str) -> Step:
+    def only_step(self, run: str | None, call: str) -> Step:
+        """The only step, of a run or at all; what ``call`` names is done with it.
+
+        Raises
+        ------
+        UnknownStepError
+            There are several, or none; the message says which call chooses one.
+        """
         steps = self._steps(run)
         if len(steps) == 1:
             return steps[0]
@@ -229,12 +236,12 @@ class Checkpoint:
         allow_drift: bool = False,
     ) -> WholeTensor:
         """One whole tensor, where there is only one step. See :meth:`Step.tensor`."""
-        return self._only_step(run, "tensor").tensor(name, layout, allow_drift)
+        return self.only_step(run, "tensor").tensor(name, layout, allow_drift)
 
     def layout(self, layout: LayoutLike | None = None, run: str | None = None) -> Layout:
         """Which part of each whole tensor each rank holds, where there is only one step. See
         :meth:`Step.layout`."""
-        return self._only_step(run, "layout").layout(layout)
+        return self.only_step(run, "layout").layout(layout)
 
     def reshard(
         self,
@@ -246,7 +253,7 @@ class Checkpoint:
     ) -> Resharded:
         """Its tensors as other ranks would hold them, where there is only one step. See
         :meth:`Step.reshard`."""
-        step = self._only_step(run, "reshard")
+        step = self.only_step(run, "reshard")
         return step.reshard(target, layout, allow_drift=allow_drift, skip=skip)
 
     def _steps(self, run: str | None) -> list[Step]:
@@ -297,12 +304,12 @@ class Step:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Its ranks; only 0 where paths state none; none where more than one coordinate varies."""
-        return tuple(sorted(numbers_of(places_of(self._members))))
+        return tuple(sorted(numbers_of(places_of(self.members))))
 
     @property
     def coords(self) -> tuple[dict[str, int], ...]:
         """What :meth:`rank` can be asked for by coordinates (``tp``, ``pp``, ``dp``, ``ep``)."""
-        return tuple(dict(place.coords) for place in places_of(self._members) if place.coords)
+        return tuple(dict(place.coords) for place in places_of(self.members) if place.coords)
 
     @property
     def files(self) -> Files:
@@ -342,7 +349,7 @@ class Step:
         NotARankView
             Its files are not made for ranks: torch.distributed.checkpoint, torch_dist.
         """
-        planned = metadata_among(self._members)
+        planned = metadata_among(self.members)
         held: list[Member] = []
         if planned is None:
             place, held = self._place(r, coords), self.held(r, coords)
@@ -368,10 +375,10 @@ class Step:
         """The files of a rank, and those of the step that have no rank, as :meth:`rank` takes
         them."""
         place = self._place(r, coords)
-        return [member for member in self._members if place.holds(member)]
+        return [member for member in self.members if place.holds(member)]
 
     def _place(self, r: int | None, coords: Mapping[str, int]) -> Place:
-        return pick(places_of(self._members), r, coords, self._what)
+        return pick(places_of(self.members), r, coords, self._what)
 
     def layout(self, layout: LayoutLike | None = None) -> Layout:
         """Which part of each whole tensor each rank, or file, holds.
@@ -409,7 +416,7 @@ class Step:
         known = self._checkpoint._wholes
         key = self._group, allow_drift, identity(layout)
         if key not in known:
-            bound = bind(self, layout, self._members, self._what)
+            bound = bind(self, layout, self.members, self._what)
             arrays = Arrays(self._checkpoint._backend, False)
             local = Locals(bound.view_of, arrays, bound.layout.origin)
             # The layout is kept, lest its id is given to another.
@@ -484,7 +491,8 @@ class Step:
         return Resharded(wholes, bound, given(target), skip)
 
     @property
-    def _members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[Member]:
+        """Its files, in the order of their paths."""
         self._checkpoint._backend.require_open()
         provider = self._checkpoint._provider
         return provider.members(self._group) if self._group in provider.groups() else []
