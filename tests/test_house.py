@@ -11,9 +11,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("frameworks", "mount"),
-    ("layouts",),
+    ("export", "frameworks", "mount"),
     ("views",),
+    ("layouts",),
     ("doctor",),
     ("rewrite",),
     ("store",),

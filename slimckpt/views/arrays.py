@@ -18,7 +18,7 @@ from slimckpt.errors import (
     SlimckptError,
     StoreDamagedError,
 )
-from slimckpt.model import FLOOR, RAW, Bytes, Tensor
+from slimckpt.model import FLOOR, HOME_PAYLOAD, RAW, Bytes, Tensor
 from slimckpt.sources.backends import Backend, CopyOnWrite
 from slimckpt.store.reader import NOWHERE
 from slimckpt.views.providers import Holding, Stretch
@@ -107,15 +107,13 @@ class Arrays:
         a, b = tensor_of(*one), tensor_of(*other)
         if not alike(a, b) or a.nbytes != b.nbytes:
             return False
-        if _whole(one[0], a) and _whole(other[0], b):
-            assert a.payload is not None and b.payload is not None
-            digests = one[0].digest(a.payload), other[0].digest(b.payload)
-            if None not in digests:
-                return digests[0] == digests[1]
+        digests = digest_of(*one), digest_of(*other)
+        if None not in digests:
+            return digests[0] == digests[1]
         if not is_readable(a.dtype):
             return self.raw(*one) == self.raw(*other)
         reader = self if not self.writable else Arrays(self.backend, False)
-        return _equal_bytes(reader.array(*one), reader.array(*other))
+        return equal_bytes(reader.array(*one), reader.array(*other))
 
     def _bytes(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes | int:
         """Part of the stream of a tensor's payload; an int where every byte is that."""
@@ -230,6 +228,42 @@ def tensor_of(holding: Holding, row: int) -> Tensor:
     if tensor.payload is not None and not 0 <= tensor.payload < holding.table.n_payloads:
         raise holding.damaged(f"{_name(holding, tensor)}: there is no payload {tensor.payload}")
     return tensor
+
+
+def digest_of(holding: Holding, row: int) -> bytes | None:
+    """The digest of a tensor's bytes, where it is known."""
+    table = holding.table
+    columns = table.columns
+    payload = int(columns["home_row"][row])
+    is_payload = (
+        columns["home"][row] == HOME_PAYLOAD
+        and 0 <= payload < table.n_payloads
+        and columns["offset"][row] == 0
+        and columns["nbytes"][row] == columns["payload_nbytes"][payload]
+        and table.encodings[columns["encoding"][row]] == RAW
+        and columns["stride_end"][row] == (columns["stride_end"][row - 1] if row else 0)
+    )
+    return holding.digest(payload) if is_payload else None
+
+
+def equal_bytes(one: Array, other: Array) -> bool:
+    """Whether two arrays of one dtype and shape have equal bytes; copies no more than a few MiB."""
+    if (
+        one.nbytes > _CHUNK
+        and one.ndim
+        and not (one.flags.c_contiguous and other.flags.c_contiguous)
+    ):
+        step = max(_CHUNK * len(one) // one.nbytes, 1)
+        return all(
+            equal_bytes(one[at : at + step], other[at : at + step])
+            if len(one) > 1
+            else equal_bytes(one[0], other[0])
+            for at in range(0, len(one), step)
+        )
+    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
+    return all(
+        np.array_equal(a[at : at + _CHUNK], b[at : at + _CHUNK]) for at in range(0, len(a), _CHUNK)
+    )
 
 
 def described(holding: Holding, row: int) -> tuple[Tensor, np.dtype[Any], tuple[int, ...]]:
@@ -347,24 +381,6 @@ def _check_inside(holding: Holding, tensor: Tensor, start: int, stop: int, nbyte
         raise holding.damaged(
             f"{_name(holding, tensor)} takes bytes {start} to {stop} of a payload of {nbytes}"
         )
-
-
-def _whole(holding: Holding, tensor: Tensor) -> bool:
-    """Whether a tensor is its payload, so that the digest of the one is that of the other."""
-    return (
-        tensor.payload is not None
-        and tensor.encoding == RAW
-        and tensor.strides is None
-        and tensor.offset == 0
-        and tensor.nbytes == int(holding.table.payload_nbytes[tensor.payload])
-    )
-
-
-def _equal_bytes(one: Array, other: Array) -> bool:
-    a, b = (np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in (one, other))
-    return all(
-        np.array_equal(a[at : at + _CHUNK], b[at : at + _CHUNK]) for at in range(0, len(a), _CHUNK)
-    )
 
 
 def _frozen(memory: Bytes) -> Bytes:

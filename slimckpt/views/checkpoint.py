@@ -15,14 +15,20 @@ from slimckpt.errors import (
     UnknownStepError,
     UnknownTensorError,
 )
+from slimckpt.layouts.dcp import metadata_among, sharded
+from slimckpt.layouts.layout import Layout
+from slimckpt.layouts.recorded import LayoutLike, given
 from slimckpt.model import StepLabel, decode_path, encode_path, show_path
 from slimckpt.sources.backends import BackendName, make_backend
 from slimckpt.views.arrays import Arrays
+from slimckpt.views.bound import Bound, NoLayoutError, bind, identity
+from slimckpt.views.locals import Locals
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
+from slimckpt.views.resharded import Resharded
 from slimckpt.views.selection import Place, numbers_of, pick, places_of
 from slimckpt.views.staging import Stage
-from slimckpt.views.whole import WholeTensor, metadata_among, sharded, wholes_of
+from slimckpt.views.whole import Wholes, WholeTensor
 
 Path = str | bytes | os.PathLike[Any]
 
@@ -95,7 +101,7 @@ class Checkpoint:
         if check:
             self._provider.check_by(self._backend)
         self._counting: tuple[str, ...] | None = None
-        self._wholes: dict[Group, Mapping[str, WholeTensor]] = {}
+        self._wholes: dict[tuple[Any, ...], tuple[LayoutLike | None, Bound, Wholes]] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -203,10 +209,17 @@ class Checkpoint:
         UnknownStepError
             There are several steps or runs; the message lists them.
         """
-        step = self._only_step(run, "rank")
+        step = self.only_step(run, "rank")
         return step.rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
 
-    def _only_step(self, run: str | None, call: str) -> Step:
+    def only_step(self, run: str | None, call: str) -> Step:
+        """The only step, of a run or at all; what ``call`` names is done with it.
+
+        Raises
+        ------
+        UnknownStepError
+            There are several, or none; the message says which call chooses one.
+        """
         steps = self._steps(run)
         if len(steps) == 1:
             return steps[0]
@@ -215,9 +228,33 @@ class Checkpoint:
             f" {_described(steps)}"
         )
 
-    def tensor(self, name: str, run: str | None = None) -> WholeTensor:
+    def tensor(
+        self,
+        name: str,
+        run: str | None = None,
+        layout: LayoutLike | None = None,
+        allow_drift: bool = False,
+    ) -> WholeTensor:
         """One whole tensor, where there is only one step. See :meth:`Step.tensor`."""
-        return self._only_step(run, "tensor").tensor(name)
+        return self.only_step(run, "tensor").tensor(name, layout, allow_drift)
+
+    def layout(self, layout: LayoutLike | None = None, run: str | None = None) -> Layout:
+        """Which part of each whole tensor each rank holds, where there is only one step. See
+        :meth:`Step.layout`."""
+        return self.only_step(run, "layout").layout(layout)
+
+    def reshard(
+        self,
+        target: LayoutLike,
+        layout: LayoutLike | None = None,
+        run: str | None = None,
+        allow_drift: bool = False,
+        skip: Sequence[str] = (),
+    ) -> Resharded:
+        """Its tensors as other ranks would hold them, where there is only one step. See
+        :meth:`Step.reshard`."""
+        step = self.only_step(run, "reshard")
+        return step.reshard(target, layout, allow_drift=allow_drift, skip=skip)
 
     def _steps(self, run: str | None) -> list[Step]:
         """Steps of a run, or of all; a run without steps is one step without a label."""
@@ -267,12 +304,12 @@ class Step:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Its ranks; only 0 where paths state none; none where more than one coordinate varies."""
-        return tuple(sorted(numbers_of(places_of(self._members))))
+        return tuple(sorted(numbers_of(places_of(self.members))))
 
     @property
     def coords(self) -> tuple[dict[str, int], ...]:
         """What :meth:`rank` can be asked for by coordinates (``tp``, ``pp``, ``dp``, ``ep``)."""
-        return tuple(dict(place.coords) for place in places_of(self._members) if place.coords)
+        return tuple(dict(place.coords) for place in places_of(self.members) if place.coords)
 
     @property
     def files(self) -> Files:
@@ -312,7 +349,7 @@ class Step:
         NotARankView
             Its files are not made for ranks: torch.distributed.checkpoint, torch_dist.
         """
-        planned = metadata_among(self._members)
+        planned = metadata_among(self.members)
         held: list[Member] = []
         if planned is None:
             place, held = self._place(r, coords), self.held(r, coords)
@@ -338,39 +375,124 @@ class Step:
         """The files of a rank, and those of the step that have no rank, as :meth:`rank` takes
         them."""
         place = self._place(r, coords)
-        return [member for member in self._members if place.holds(member)]
+        return [member for member in self.members if place.holds(member)]
 
     def _place(self, r: int | None, coords: Mapping[str, int]) -> Place:
-        return pick(places_of(self._members), r, coords, self._what)
+        return pick(places_of(self.members), r, coords, self._what)
+
+    def layout(self, layout: LayoutLike | None = None) -> Layout:
+        """Which part of each whole tensor each rank, or file, holds.
+
+        Parameters
+        ----------
+        layout
+            A layout, rules for one, or the path of a file with rules (TOML, a strategy file of
+            MindSpore, a directory of the strategy files of all pipeline stages); ``None``: what
+            the checkpoint records: metadata of torch.distributed.checkpoint, or strategy files
+            in the tree or beside it.
+
+        Raises
+        ------
+        UsageError
+            Nothing is recorded, and none is given.
+        CheckFailedError
+            It is for another number of ranks. What else is wrong is found tensor by tensor.
+        """
+        return self.whole_tensors(layout).layout
 
     @property
     def wholes(self) -> Mapping[str, WholeTensor]:
-        """Whole tensors, over all ranks, by name; none where no metadata describes them."""
-        members, known = self._members, self._checkpoint._wholes
-        if self._group not in known:
-            known[self._group] = wholes_of(members, Arrays(self._checkpoint._backend, False)) or {}
-        return known[self._group]
+        """Whole tensors, over all ranks, by name; none where no layout is recorded."""
+        try:
+            return self.whole_tensors()
+        except NoLayoutError:
+            return {}
 
-    def tensor(self, name: str) -> WholeTensor:
-        """One whole tensor, over all ranks, as the metadata of the save describes it.
+    def whole_tensors(self, layout: LayoutLike | None = None, allow_drift: bool = False) -> Wholes:
+        """Whole tensors, over all ranks, by name; parameters and errors as of :meth:`tensor`."""
+        return self._through(layout, allow_drift)[1]
+
+    def _through(self, layout: LayoutLike | None, allow_drift: bool) -> tuple[Bound, Wholes]:
+        known = self._checkpoint._wholes
+        key = self._group, allow_drift, identity(layout)
+        if key not in known:
+            bound = bind(self, layout, self.members, self._what)
+            arrays = Arrays(self._checkpoint._backend, False)
+            local = Locals(bound.view_of, arrays, bound.layout.origin)
+            # The layout is kept, lest its id is given to another.
+            known[key] = layout, bound, Wholes(bound.layout, local, allow_drift)
+        return known[key][1:]
+
+    def tensor(
+        self, name: str, layout: LayoutLike | None = None, allow_drift: bool = False
+    ) -> WholeTensor:
+        """One whole tensor, over all ranks.
+
+        Parameters
+        ----------
+        name
+            As ranks have it, or as the metadata of the save has it.
+        layout
+            As in :meth:`layout`.
+        allow_drift
+            Where ranks that should hold the same differ, take the lowest and log a warning.
 
         Raises
         ------
         UnknownTensorError
-            There is none of that name, or no metadata.
+            There is none of that name, or no layout.
         CheckFailedError
-            The files do not hold what the metadata says.
+            Ranks or files do not hold what the layout says. Whether replicas are equal is known
+            when it is read.
         """
-        wholes = self.wholes
-        if not wholes:
-            raise UnknownTensorError(
-                f"{self._what} has no metadata that describes whole tensors (that of"
-                " torch.distributed.checkpoint); rank(r)[name] gives what a rank has"
-            )
-        return wholes[name]
+        try:
+            whole = self.whole_tensors(layout, allow_drift)[name]
+        except NoLayoutError as error:
+            raise UnknownTensorError(f"{error}; rank(r)[name] gives what a rank has") from None
+        whole.require()
+        return whole
+
+    def reshard(
+        self,
+        target: LayoutLike,
+        layout: LayoutLike | None = None,
+        *,
+        allow_drift: bool = False,
+        skip: Sequence[str] = (),
+    ) -> Resharded:
+        """Its tensors as other ranks would hold them.
+
+        Parameters
+        ----------
+        target
+            The layout that is wanted: what :meth:`layout` takes.
+        layout
+            That of the checkpoint, as there.
+        allow_drift
+            As in :meth:`tensor`.
+        skip
+            Globs of names of whole tensors that are not wanted.
+
+        Returns
+        -------
+        Resharded
+            For each rank a lazy mapping from names to arrays. Tensors outside of the layouts are
+            those of the rank of the same number, or of the first.
+
+        Raises
+        ------
+        UsageError
+            A tensor cannot be split as the new layout says, or it does not place a tensor that the
+            ranks have parts of.
+        CheckFailedError
+            Ranks or files do not hold what the layout of the checkpoint says.
+        """
+        bound, wholes = self._through(layout, allow_drift)
+        return Resharded(wholes, bound, given(target), skip)
 
     @property
-    def _members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[Member]:
+        """Its files, in the order of their paths."""
         self._checkpoint._backend.require_open()
         provider = self._checkpoint._provider
         return provider.members(self._group) if self._group in provider.groups() else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from slimckpt.errors import (
 )
 from slimckpt.model import Ints, Role, SourceFile, Span, StepLabel, Table, encode_path, show_path
 from slimckpt.sources.backends import Backend
-from slimckpt.sources.digest import BLOCK, digest_of, digest_of_blocks, reusable_buffer
+from slimckpt.sources.digest import BLOCK, digest_of_chunks, reusable_buffer
 from slimckpt.sources.positioned import (
     ByteSource,
     FileSource,
@@ -349,7 +349,8 @@ class _StoreHolding(Holding):
             stretches = self._stretched(self._store.skeleton_places(self._part, self._entry))
             self._compare("its skeleton", self._entry.skeleton.digest, stretches)
             self._sound.add(_SKELETON)
-        return SplicedSource(self._store, self._part, self._entry, self.index)
+        index = None if self._entry.index is None else self.index
+        return SplicedSource(self._store, self._part, self._entry, index)
 
     def located(self, payload: int) -> list[Stretch]:
         return self._stretched(self._store.pieces(self._part, self._entry, self.index, payload))
@@ -377,7 +378,8 @@ class _StoreHolding(Holding):
     def _compare(self, what: str, digest: str, stretches: list[Stretch]) -> None:
         assert self._checked_by is not None
         with damage():
-            if _digest_of(stretches, self.label, self._checked_by).hex() == digest:
+            read = _read(stretches, self.label, self._checked_by)
+            if digest_of_chunks(read)[1].hex() == digest:
                 return
         where = sorted({show_path(s.path) for s in stretches if s.path is not None})
         raise StoreDamagedError(
@@ -414,27 +416,20 @@ class _StoreHolding(Holding):
         return found if any(found) else None
 
 
-def _digest_of(stretches: list[Stretch], label: str, backend: Backend) -> bytes:
-    """The digest of what is stored in some stretches, read as the backend reads."""
-    buffer, filled, blocks = reusable_buffer(), 0, []
+def _read(stretches: list[Stretch], label: str, backend: Backend) -> Iterator[memoryview]:
+    """The bytes of some stretches, read as the backend reads, in pieces that are valid until the
+    next one."""
+    buffer = reusable_buffer()
     for path, offset, nbytes, size in stretches:
         with contextlib.ExitStack() as opened:
             fd = -1 if path is None else opened.enter_context(backend.opened(path, size))
-            while nbytes:
-                take = min(nbytes, BLOCK - filled)
-                room = buffer[filled : filled + take]
+            for at in range(0, nbytes, BLOCK):
+                piece = buffer[: min(BLOCK, nbytes - at)]
                 if path is None:
-                    room[:] = bytes([offset]) * take
+                    piece[:] = bytes([offset]) * len(piece)
                 else:
-                    read_spans_into(fd, [Span(offset, take)], room, label)
-                    offset += take
-                nbytes, filled = nbytes - take, filled + take
-                if filled == BLOCK:
-                    blocks.append(digest_of(buffer))
-                    filled = 0
-    if filled or not blocks:
-        blocks.append(digest_of(buffer[:filled]))
-    return digest_of_blocks(sum(s.nbytes for s in stretches), b"".join(blocks))
+                    read_spans_into(fd, [Span(offset + at, len(piece))], piece, label)
+                yield piece
 
 
 def _single(table: Table) -> npt.NDArray[np.bool_]:

@@ -1,50 +1,54 @@
-"""Whole tensors of torch.distributed.checkpoint, assembled lazily of the chunks that were saved."""
+"""Whole tensors, assembled lazily of what ranks or files hold of them, as a layout says."""
 
 from __future__ import annotations
 
+import logging
 import math
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
 from slimckpt.dtypes import numpy_dtype
-from slimckpt.errors import CheckFailedError, UnknownTensorError
-from slimckpt.formats.base import DCP
-from slimckpt.formats.dcp_metadata import METADATA, Item, Metadata, Whole, read_metadata
-from slimckpt.formats.safetensors import sharding_of
-from slimckpt.model import encode_path
-from slimckpt.views.arrays import Array, Arrays, is_readable, tensor_of
-from slimckpt.views.providers import Holding, Member
+from slimckpt.errors import CheckFailedError
+from slimckpt.layouts.covering import Covering, Coverings, Held, show_box, who
+from slimckpt.layouts.layout import Box, Layout, Shape, Shard, TensorLayout
+from slimckpt.layouts.slicing import block_in
+from slimckpt.views.arrays import Array, equal_bytes
+from slimckpt.views.locals import Locals
 
-Shape = tuple[int, ...]
-_LISTED = 5
-
-
-class _Chunk(NamedTuple):
-    offsets: Shape
-    sizes: Shape
-    holding: Holding
-    row: int
+log = logging.getLogger(__name__)
 
 
 class WholeTensor:
     """One tensor as training knows it, in the shape it has over all ranks.
 
-    Slicing it reads only the chunks that the slice touches: a view of mapped memory where one
-    chunk has it all, else a new array. ``numpy.asarray`` gives all of it.
+    Slicing it reads only the boxes that the slice touches: a view of mapped memory where one box
+    has it all, else a new array. ``numpy.asarray`` gives all of it. What is read was found equal
+    in all that hold it: by their digests, or, where there are none (an original directory), by the
+    bytes of what is read.
 
     Attributes
     ----------
     name, dtype : str
         ``dtype`` as safetensors spells it.
     shape : tuple of int
+    layout : TensorLayout
+        Who holds which part of it.
     """
 
-    def __init__(self, name: str, whole: Whole, chunks: list[_Chunk], arrays: Arrays) -> None:
-        self.name, self.dtype, self.shape = name, whole.dtype, whole.shape
-        self._chunks, self._arrays = chunks, arrays
+    def __init__(
+        self,
+        name: str,
+        layout: TensorLayout,
+        covering: Covering,
+        local: Locals,
+        allow_drift: bool = False,
+    ) -> None:
+        self.name, self.dtype, self.shape, self.layout = name, layout.dtype, layout.shape, layout
+        self._covering, self._locals = covering, local
+        self._allow_drift = allow_drift
+        self._agreed: set[int] = set()
 
     def __repr__(self) -> str:
         return f"<WholeTensor {self.name!a} {self.dtype} {list(self.shape)}>"
@@ -59,7 +63,7 @@ class WholeTensor:
         return self.shape[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        found = self._read([(0, dim) for dim in self.shape])
+        found = self._read((0,) * self.ndim, self.shape)
         if dtype is not None and found.dtype != dtype:
             return found.astype(dtype)
         return found.copy() if copy else found
@@ -67,204 +71,153 @@ class WholeTensor:
     def __getitem__(self, key: Any) -> Array:
         """Part of the tensor, by integers, slices and ``...``, as numpy has it."""
         keys = _expanded(key, self.shape)
-        steps, box = [], []
-        for part, dim in zip(keys, self.shape, strict=True):
-            low, high, step = _range(part, dim)
-            box.append((low, high))
-            steps.append(step)
-        found: Array = self._read(box)[tuple(steps)]
+        wanted = [_range(part, dim) for part, dim in zip(keys, self.shape, strict=True)]
+        part = self._read(tuple(low for low, _, _ in wanted), tuple(high for _, high, _ in wanted))
+        steps = tuple(step for _, _, step in wanted)
+        # With an ellipsis numpy gives an array, without one a number, where no axis is left.
+        found: Array = part[_key(steps)] if _has_ellipsis(key) else part[steps]
         return found
 
-    def _read(self, box: list[tuple[int, int]]) -> Array:
+    def require(self) -> None:
+        """Every local tensor is there, of the dtype and shape that the layout says.
+
+        Raises
+        ------
+        CheckFailedError
+            One is not.
+        """
+        for shard in self.layout.shards:
+            self._locals.find(self.name, self.dtype, shard)
+
+    def _read(self, low: Shape, high: Shape) -> Array:
         """The elements of a box of the whole tensor."""
-        shape = tuple(high - low for low, high in box)
+        shape = tuple(b - a for a, b in zip(low, high, strict=True))
         if 0 in shape:
             return np.empty(shape, numpy_dtype(self.dtype))
+        touching = self._covering.touching(low, high)
+        if len(touching) == 1:
+            return self._part(touching[0], low, high)
         out: Array | None = None
-        for offsets, sizes, holding, row in self._chunks:
-            inside: list[Any] = []  # slices, and an ellipsis, lest an array of shape () is a number
-            outside: list[Any] = []
-            for (low, high), offset, size in zip(box, offsets, sizes, strict=True):
-                first, last = max(low, offset), min(high, offset + size)
-                inside.append(slice(first - offset, last - offset))
-                outside.append(slice(first - low, last - low))
-            if any(axis.start >= axis.stop for axis in inside):
-                continue
-            inside.append(Ellipsis)
-            part: Array = self._arrays.array(holding, row)[tuple(inside)]
-            if part.shape == shape:
-                return part
+        painted = np.zeros(shape, np.bool_) if self._covering.overlap else None
+        for row in touching:
+            box = self._covering.boxes[row]
+            first, last = tuple(map(max, low, box.offsets)), tuple(map(min, high, _ends(box)))
+            part = self._part(row, first, last)
             if out is None:
                 out = np.empty(shape, part.dtype)
-            out[tuple(outside)] = part
-        assert out is not None, "the chunks cover the whole tensor"
+            spans = zip(first, last, low, strict=True)
+            key = _key(slice(a - start, b - start) for a, b, start in spans)
+            if painted is None:
+                out[key] = part
+            else:
+                self._paint(row, part, out[key], painted[key])
+        assert out is not None, "the boxes cover the whole tensor"
         return out
+
+    def _part(self, row: int, low: Shape, high: Shape) -> Array:
+        """Part of a distinct box, on which all who hold it agree."""
+        first, *others = self._covering.held[row]
+        part = self._held(row, first, low, high)
+        if others and row not in self._agreed:
+            box = self._covering.boxes[row]
+            known = [self._agree(row, first, other, part, low, high) for other in others]
+            if all(known) or (low, high) == (box.offsets, _ends(box)):
+                self._agreed.add(row)
+        return part
+
+    def _held(self, row: int, held: Held, low: Shape, high: Shape) -> Array:
+        offsets, lengths = self._covering.boxes[row]
+        local = self._locals.array(self.name, self.dtype, held.shard)
+        spans = zip(low, high, offsets, strict=True)
+        key = _key(slice(a - start, b - start) for a, b, start in spans)
+        found: Array = block_in(local, lengths, held.at)[key]
+        return found
+
+    def _agree(
+        self, row: int, one: Held, other: Held, part: Array, low: Shape, high: Shape
+    ) -> bool:
+        """Refuse two holders that differ in a part; whether they agree in all of the box."""
+        digest = None
+        if (one.at, one.shard.shape) == (other.at, other.shard.shape):
+            digest = self._locals.digest(self.name, self.dtype, one.shard)
+        if digest is not None:
+            there = self._locals.digest(self.name, self.dtype, other.shard)
+            if digest == there:
+                return True
+            # Where there is padding, digests may differ and the tensors agree.
+            padded = math.prod(self._covering.boxes[row].lengths) < math.prod(one.shard.shape)
+            digest = None if padded else there
+        if digest is None:
+            held = self._held(row, other, low, high)
+            if equal_bytes(part, held.astype(part.dtype, copy=False)):
+                return False
+        self._drifted(row, one.shard, other.shard)
+        return False
+
+    def _paint(self, row: int, part: Array, out: Array, painted: Array) -> None:
+        """Add a part of a box that overlaps others; what is there is of lower ranks and stays."""
+        if not equal_bytes(part[painted], out[painted]):
+            seen = self._covering.overlap
+            assert seen is not None
+            shards = [
+                held[0].shard
+                for box, held in zip(self._covering.boxes, self._covering.held, strict=True)
+                if _overlaps(box, self._covering.boxes[row])
+            ]
+            self._drifted(row, shards[0], self._covering.held[row][0].shard)
+        np.copyto(out, part, where=~painted)
+        painted[...] = True
+
+    def _drifted(self, row: int, one: Shard, other: Shard) -> None:
+        text = (
+            f"tensor {self.name!a} differs between {who(one.holder)} (shape {list(one.shape)}) and"
+            f" {who(other.holder)} (shape {list(other.shape)}) in"
+            f" {show_box(self._covering.boxes[row])} of the whole {list(self.shape)}, which both"
+            f" hold by {self._locals.origin}"
+        )
+        if not self._allow_drift:
+            raise CheckFailedError(
+                f"{text}; the layout is of another save, or the ranks have drifted"
+                " (allow_drift=True takes the lowest)"
+            )
+        log.warning("%s; taken from %s", text, who(one.holder))
 
 
 class Wholes(Mapping[str, WholeTensor]):
-    """The whole tensors of one saved state, by name."""
+    """The whole tensors of one saved state, by name, each proved when it is asked for."""
 
-    def __init__(self, metadata: Metadata, members: Mapping[str, Member], arrays: Arrays) -> None:
-        self._tensors, self._members, self._arrays = metadata.tensors, members, arrays
-        self._rows: dict[Holding, dict[str, list[int]]] = {}
-        self._items: dict[str, list[Item]] = {}
-        for item in metadata.items:
-            if item.offsets is not None:
-                self._items.setdefault(item.name, []).append(item)
+    def __init__(self, layout: Layout, local: Locals, allow_drift: bool = False) -> None:
+        self.layout = layout
+        self._locals, self._allow_drift = local, allow_drift
+        self._coverings = Coverings()
 
     def __len__(self) -> int:
-        return len(self._tensors)
+        return len(self.layout.tensors)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
+        return iter(self.layout.tensors)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.layout.tensors
 
     def __getitem__(self, name: str) -> WholeTensor:
-        whole = self._tensors.get(name)
-        if whole is None:
-            near = ", ".join(list(self._tensors)[:_LISTED])
-            raise UnknownTensorError(
-                f"no tensor {name!a} in the metadata; it names {len(self)}, such as {near}"
-            )
-        chunks = [self._chunk(name, whole, item) for item in self._items.get(name, [])]
-        _refuse_gaps(name, whole, chunks)
-        return WholeTensor(name, whole, chunks, self._arrays)
-
-    def _chunk(self, name: str, whole: Whole, item: Item) -> _Chunk:
-        """A chunk, what the file holds compared with what the metadata says."""
-        member = self._members.get(item.file)
-        assert item.offsets is not None
-        sizes = whole.chunks.get(item.offsets)
-        if member is None or sizes is None:
-            what = f"file {item.file} is not there" if sizes else "the metadata has no such chunk"
-            raise CheckFailedError(f"tensor {name!a}, chunk at {list(item.offsets)}: {what}")
-        holding = member.holding
-        row = self._row_of(holding, name, item, sizes)
-        tensor = tensor_of(holding, row)
-        if (tensor.dtype, tensor.shape) != (whole.dtype, sizes) or not is_readable(tensor.dtype):
-            raise CheckFailedError(
-                f"{holding.label}: tensor {name!a}, chunk at {list(item.offsets)}: expected"
-                f" {whole.dtype} {list(sizes)}, as its metadata says, found {tensor.dtype}"
-                f" {list(tensor.shape)}"
-            )
-        return _Chunk(item.offsets, sizes, holding, row)
-
-    def _row_of(self, holding: Holding, name: str, item: Item, sizes: Shape) -> int:
-        """The tensor of an item: the one of its name whose bytes lie in the item, or, of an empty
-        one, which has no bytes, whose shape is right."""
-        table = holding.require()
-        if holding not in self._rows:
-            found = self._rows[holding] = {}
-            for row, named in enumerate(table.names()):
-                found.setdefault(named, []).append(row)
-        for row in self._rows[holding].get(name, ()):
-            tensor = table.tensor(row)
-            if tensor.payload is None:
-                if tensor.shape == sizes and math.prod(sizes) == 0:
-                    return row
-            elif item.at <= table.spans(tensor.payload)[0].offset < item.at + item.nbytes:
-                return row
-        raise CheckFailedError(
-            f"{holding.label}: tensor {name!a} is not at {item.at}, where its metadata says; the"
-            " metadata is of another save"
-        )
+        tensor = self.layout.tensors[name]
+        covering = self._coverings.of(name, tensor, self.layout.origin)
+        return WholeTensor(name, tensor, covering, self._locals, self._allow_drift)
 
 
-def wholes_of(members: Sequence[Member], arrays: Arrays) -> Wholes | None:
-    """The whole tensors that metadata among ``members`` describes, if there is any: a file of its
-    own, or the headers of safetensors files."""
-    shards = sharded(members)
-    if shards:
-        by_path = {encode_path(member.path): member for member in shards}
-        return Wholes(_joined(by_path), by_path, arrays)
-    found = metadata_among(members)
-    if found is None:
-        return None
-    directory = os.path.dirname(found.path)
-    beside = {
-        encode_path(os.path.basename(member.path)): member
-        for member in members
-        if os.path.dirname(member.path) == directory
-    }
-    with found.holding.source() as source:
-        return Wholes(read_metadata(source), beside, arrays)
+def _key(parts: Iterable[Any]) -> tuple[Any, ...]:
+    """A key that gives an array always."""
+    return (*parts, ...)
 
 
-def metadata_among(members: Sequence[Member]) -> Member | None:
-    """The metadata of torch.distributed.checkpoint among some files, where it is a file."""
-    for member in members:
-        if os.path.basename(member.path) == METADATA.encode():
-            file = member.holding.file
-            if file.understood and file.facts.get("describes") == DCP:
-                return member
-    return None
+def _ends(box: Box) -> Shape:
+    return tuple(map(sum, zip(*box, strict=True)))
 
 
-def sharded(members: Sequence[Member]) -> list[Member]:
-    """safetensors files whose headers say where their tensors lie in the whole ones."""
-    return [
-        member
-        for member in members
-        if member.path.endswith(b".safetensors")
-        and member.holding.file.understood
-        and member.holding.file.facts.get("describes") == DCP
-    ]
-
-
-def _joined(members: Mapping[str, Member]) -> Metadata:
-    """What the headers of all files say together; of replicas the first counts."""
-    tensors: dict[str, Whole] = {}
-    items: list[Item] = []
-    for path, member in members.items():
-        with member.holding.source() as source:
-            offsets_of = sharding_of(source)
-        table = member.holding.require()
-        for row in range(table.n_tensors):
-            tensor = table.tensor(row)
-            offsets = offsets_of.get(tensor.name)
-            if offsets is None or len(offsets) != len(tensor.shape):
-                raise CheckFailedError(
-                    f"{member.holding.label}: its header does not say where {tensor.name!a} lies in"
-                    " the whole tensor"
-                )
-            known = tensors.setdefault(tensor.name, Whole(tensor.dtype, (0,) * len(offsets), {}))
-            if offsets in known.chunks or len(known.shape) != len(offsets):
-                continue
-            known.chunks[offsets] = tensor.shape
-            ends = zip(known.shape, offsets, tensor.shape, strict=True)
-            whole = tuple(max(end, low + dim) for end, low, dim in ends)
-            tensors[tensor.name] = known._replace(shape=whole)
-            at = 0 if tensor.payload is None else table.spans(tensor.payload)[0].offset
-            items.append(Item(tensor.name, offsets, path, at, max(tensor.nbytes, 1)))
-    return Metadata(tensors, items)
-
-
-def _refuse_gaps(name: str, whole: Whole, chunks: list[_Chunk]) -> None:
-    """Every element is in exactly one chunk."""
-    total = sum(math.prod(chunk.sizes) for chunk in chunks)
-    inside = all(_is_inside(chunk, whole.shape) for chunk in chunks)
-    boxes = [chunk for chunk in chunks if inside and 0 not in chunk.sizes]
-    form = (len(boxes), len(whole.shape))
-    lows = np.array([chunk.offsets for chunk in boxes], np.int64).reshape(form)
-    highs = lows + np.array([chunk.sizes for chunk in boxes], np.int64).reshape(form)
-    apart = all(
-        not ((lows[at] < highs[at + 1 :]) & (lows[at + 1 :] < highs[at])).all(axis=1).any()
-        for at in range(len(boxes))
-        if whole.shape
-    )
-    if total != math.prod(whole.shape) or not inside or not apart:
-        raise CheckFailedError(
-            f"tensor {name!a} of shape {list(whole.shape)}: its {len(chunks)} chunks have {total}"
-            f" of {math.prod(whole.shape)} elements{'' if apart else ', and overlap'}; files are"
-            " missing, or the metadata is of another save"
-        )
-
-
-def _is_inside(chunk: _Chunk, shape: Shape) -> bool:
-    axes = {len(chunk.offsets), len(chunk.sizes), len(shape)}
-    return len(axes) == 1 and all(
-        offset + size <= dim
-        for offset, size, dim in zip(chunk.offsets, chunk.sizes, shape, strict=True)
-    )
+def _overlaps(one: Box, other: Box) -> bool:
+    low, high = map(max, one.offsets, other.offsets), map(min, _ends(one), _ends(other))
+    return all(a < b for a, b in zip(low, high, strict=True))
 
 
 def _expanded(key: Any, shape: Shape) -> tuple[Any, ...]:
@@ -281,6 +234,10 @@ def _expanded(key: Any, shape: Shape) -> tuple[Any, ...]:
     if missing < 0:
         raise IndexError(f"too many indices for a tensor of {len(shape)} dimensions")
     return (*keys[:at], *[slice(None)] * missing, *keys[at + 1 :])
+
+
+def _has_ellipsis(key: Any) -> bool:
+    return key is Ellipsis or (type(key) is tuple and Ellipsis in key)
 
 
 def _is_index(part: Any) -> bool:

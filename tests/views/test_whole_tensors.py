@@ -18,9 +18,9 @@ from sample_files import SAMPLES, expected
 
 import slimckpt
 from slimckpt.errors import CheckFailedError, NotARankView, UnknownTensorError
-from slimckpt.formats.dcp_metadata import Whole
+from slimckpt.layouts.layout import Box, Layout, Piece, Shard, TensorLayout
 from slimckpt.rewrite.slim import slim
-from slimckpt.views.whole import WholeTensor, _Chunk, _refuse_gaps
+from slimckpt.views.whole import Wholes, WholeTensor
 
 SAMPLE = "fsdp_dcp_4"
 TRUTH = expected(SAMPLE)
@@ -123,7 +123,7 @@ def test_an_unknown_name_lists_some(ckpt: slimckpt.Checkpoint) -> None:
 
 def test_a_checkpoint_without_metadata_says_so() -> None:
     with (
-        slimckpt.open(SAMPLES / "ms_dp8_ckpt") as ckpt,
+        slimckpt.open(SAMPLES / "torch_ddp4") as ckpt,
         pytest.raises(UnknownTensorError, match=r"rank\(r\)\[name\]"),
     ):
         ckpt.tensor("x")
@@ -199,19 +199,26 @@ def test_a_missing_shard_in_safetensors_is_an_error(tmp_path: Path) -> None:
         ckpt.tensor("w")
 
 
+def whole_of(shape: tuple[int, ...], boxes: list[Any]) -> WholeTensor:
+    """A tensor of which files hold boxes, none of which is there."""
+    shards = tuple(
+        Shard(str(n), sizes, (Piece(Box(offsets, sizes), (0,) * len(sizes)),))
+        for n, (offsets, sizes) in enumerate(boxes)
+    )
+    layout = Layout({"w": TensorLayout("BF16", shape, shards)}, (), "its metadata")
+    return Wholes(layout, None)["w"]
+
+
 @pytest.mark.parametrize("shape", [(0,), (0, 5), (3, 0)])
 def test_an_empty_tensor_is_whole(shape: tuple[int, ...]) -> None:
-    whole = Whole("BF16", shape, {(0,) * len(shape): shape})
-    for chunks in ([], [_Chunk((0,) * len(shape), shape, None, 0)]):
-        _refuse_gaps("e", whole, chunks)
-        found = np.asarray(WholeTensor("e", whole, chunks, None))
+    for boxes in ([], [((0,) * len(shape), shape)]):
+        found = np.asarray(whole_of(shape, boxes))
         assert (found.shape, found.dtype) == (shape, ml_dtypes.bfloat16)
 
 
 @pytest.mark.parametrize(
-    "boxes", [[], [((0,), (3,))], [((0,), (4,)), ((3,), (1,))], [((0, 0), (2, 2))]]
+    "boxes", [[], [((0,), (3,))], [((0,), (4,)), ((3,), (2,))], [((0, 0), (2, 2))]]
 )
-def test_chunks_that_leave_gaps_or_overlap_are_an_error(boxes: list[Any]) -> None:
-    chunks = [_Chunk(offsets, sizes, None, 0) for offsets, sizes in boxes]
+def test_chunks_that_leave_gaps_or_go_outside_are_an_error(boxes: list[Any]) -> None:
     with pytest.raises(CheckFailedError, match="'w'"):
-        _refuse_gaps("w", Whole("F32", (4,), {}), chunks)
+        whole_of((4,), boxes)
