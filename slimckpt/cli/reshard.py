@@ -16,7 +16,6 @@ from slimckpt.cli.show import (
     source_layout_options,
     step_options,
 )
-from slimckpt.model import compact_ranks
 
 SCHEMA = "slimckpt.reshard/1"
 _SHOWN = 5
@@ -63,6 +62,7 @@ def reshard_command(
     --strategy and --ranks says what is wanted.
     """
     from slimckpt.export.reshard import reshard
+    from slimckpt.model import compact_ranks
 
     if sum(wanted is not None for wanted in (layout, strategy, ranks)) != 1:
         raise click.UsageError("give exactly one of --layout FILE, --strategy FILE and --ranks N")

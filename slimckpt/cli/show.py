@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import click
 
-from slimckpt.model import parse_ranks
 from slimckpt.progress import SILENT, Progress
 
 T = TypeVar("T", bound=Callable[..., None])
@@ -123,6 +122,8 @@ def ranks_option(flag: str, name: str, help: str) -> Callable[[T], T]:
 def _ranks(
     context: click.Context, parameter: click.Parameter, text: str | None
 ) -> tuple[int, ...] | None:
+    from slimckpt.model import parse_ranks
+
     try:
         return None if text is None else parse_ranks(text)
     except ValueError as error:
