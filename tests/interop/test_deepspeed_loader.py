@@ -120,6 +120,13 @@ def begin(rank: int, meeting: str) -> None:
     )
 
 
+def end() -> None:
+    dist.barrier()
+    dist.destroy_process_group()
+    # Torn down in the usual way, threads that torch left behind now and then abort the process.
+    os._exit(0)
+
+
 def engine_of(stage: int, seed: int) -> Any:
     torch.manual_seed(seed)
     model = Model()
@@ -160,8 +167,7 @@ def save(rank: int, run: str, meeting: str) -> None:
         )
         went_on[stage] = train(engine, rank)
     torch.save(went_on, f"{meeting}_went_on_{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    end()
 
 
 def resume(rank: int, run: str, store: str, meeting: str) -> None:
@@ -178,8 +184,7 @@ def resume(rank: int, run: str, store: str, meeting: str) -> None:
             read = [] if way is None else engine.checkpoint_engine.read
             found[stage, way] = train(engine, rank), read
     torch.save(found, f"{meeting}_found_{rank}.pt")
-    dist.barrier()
-    dist.destroy_process_group()
+    end()
 
 
 @pytest.fixture(scope="module")
