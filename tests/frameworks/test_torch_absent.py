@@ -46,7 +46,7 @@ def test_a_torch_that_is_too_old_is_named(
     arguments: dict[str, Any],
 ) -> None:
     monkeypatch.setitem(sys.modules, "torch", torch_of(version))
-    with pytest.raises(FrameworkMissingError, match="torch is .* 2.4 or newer") as caught:
+    with pytest.raises(FrameworkMissingError, match=r"torch is .* 2\.4 or newer") as caught:
         call(**arguments)
     assert f"torch is {version};" in str(caught.value)
 
@@ -64,7 +64,7 @@ def test_a_torch_without_its_distributed_part_is_named(monkeypatch: pytest.Monke
     """Builds with USE_DISTRIBUTED=0 have no torch.distributed.checkpoint to import."""
     monkeypatch.setitem(sys.modules, "torch", torch_of("2.13.0"))
     monkeypatch.delitem(sys.modules, "slimckpt.frameworks.torch_dcp", raising=False)
-    with pytest.raises(FrameworkMissingError, match="2.13.0 .*built with torch.distr"):
+    with pytest.raises(FrameworkMissingError, match=r"2\.13\.0 .*built with torch.distr"):
         torch.StorageReader(SAMPLES / "fsdp_dcp_4")
 
 
