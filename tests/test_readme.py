@@ -1,9 +1,12 @@
 """The README says what happens: every console block of it is run, and its output compared."""
 
+import ast
+import inspect
 import os
 import re
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import click
@@ -12,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```console\n(.*?)```", README, re.DOTALL)
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def _steps(block: str) -> list[tuple[str, str]]:
@@ -69,3 +73,17 @@ def test_the_exit_codes_of_the_errors_are_those_of_the_table() -> None:
         if isinstance(e, type) and issubclass(e, errors.SlimckptError)
     }
     assert codes <= table
+
+
+def test_calls_of_loaders_are_ones_that_they_take() -> None:
+    """The examples need frameworks; tests/interop runs calls such as these."""
+    checked = set()
+    for block in PYTHON:
+        for call in (node for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Call)):
+            module, _, name = ast.unparse(call.func).rpartition(".")
+            if module.startswith("slim_"):
+                loader = getattr(import_module(f"slimckpt.frameworks.{module[5:]}"), name)
+                keywords = {str(keyword.arg): None for keyword in call.keywords}
+                inspect.signature(loader).bind(*call.args, **keywords)
+                checked.add(f"{module}.{name}")
+    assert len(checked) == 7, checked

@@ -160,9 +160,24 @@ def StorageReader(
     -------
     torch.distributed.checkpoint.StorageReader
         Objects among the tensors are made as by :func:`load`, never unpickled as they are.
+
+    Raises
+    ------
+    FrameworkMissingError
+        torch is not installed, or too old, or was built without ``torch.distributed``.
+    UsageError, DamagedFileError, StoreDamagedError, KeyError
+        There is no such checkpoint of torch.distributed.checkpoint, or several, or it cannot be
+        read.
     """
-    imported()
-    from slimckpt.frameworks.torch_dcp import SlimReader
+    torch = imported()
+    try:
+        from slimckpt.frameworks.torch_dcp import SlimReader
+    except ImportError as error:
+        raise FrameworkMissingError(
+            f"torch {torch.__version__} here has no torch.distributed.checkpoint that StorageReader"
+            f" could serve ({error}); install one that was built with torch.distributed:"
+            " pip install 'slimckpt[torch]'"
+        ) from None
 
     return SlimReader(path, step, run, directory, tuple(allow), backend, check)
 

@@ -33,6 +33,11 @@ from slimckpt.views.arrays import Arrays
 from slimckpt.views.checkpoint import Checkpoint, Path
 from slimckpt.views.providers import Member
 
+_NO_METADATA = (
+    "; what its HuggingFaceStorageWriter saved has none: mount it and load it with"
+    " HuggingFaceStorageReader, or take whole tensors from slimckpt.open(…).tensor(name)"
+)
+
 
 class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types here
     """What ``torch.distributed.checkpoint.load`` reads with; made by
@@ -72,7 +77,7 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
         where = ", ".join(ascii(encode_path(os.path.dirname(m.path))) for m in members)
         raise UsageError(
             f"{chosen._what} has {len(members)} files {METADATA} of torch.distributed.checkpoint"
-            + (f"; say directory=…: {where}" if members else "")
+            + (f"; say directory=…: {where}" if members else _NO_METADATA)
         )
 
     def reset(self, checkpoint_id: Any = None) -> None:

@@ -6,7 +6,6 @@ Truth is h5py on the same bytes, or the array that was written.
 import io
 import os
 import struct
-import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,6 @@ from slimckpt.errors import NotUnderstoodError
 from slimckpt.formats import Found, examine
 from slimckpt.formats.hdf5 import Hdf5
 from slimckpt.formats.hdf5_file import lookup3
-from slimckpt.sources.positioned import FileSource
 from slimckpt.store.hdf5_types import hdf5_type
 
 KERAS = SAMPLES / "keras_adam"
@@ -379,9 +377,7 @@ def fan_of_links(link: Callable[[h5py.Group, str], Any]) -> bytes:
 @pytest.mark.parametrize("hard", [True, False])
 def test_groups_that_fan_out_through_links_end_at_a_bound(hard: bool) -> None:
     data = fan_of_links(lambda file, path: file[path] if hard else h5py.SoftLink(path))
-    start = time.process_time()
     found = locate(data)
-    assert time.process_time() - start < 4
     assert found.condition == "opaque" and "by more than 100156 paths" in (found.problem or "")
 
 
@@ -407,9 +403,7 @@ def test_soft_links_of_many_names_are_followed_once() -> None:
         file["w"] = W
         group["soft"] = h5py.SoftLink("/" + "./" * 30_000 + "w")
 
-    start = time.process_time()
     found = understood(hdf5_file(write))
-    assert time.process_time() - start < 4
     assert found.table.n_tensors == 2**15 and found.table.n_payloads == 1
 
 
@@ -419,9 +413,7 @@ def test_soft_links_on_soft_links_of_many_names_end_at_a_bound() -> None:
             file[f"{n}"] = h5py.SoftLink(f"{n + 1}/" * 5_000)
         file["10"] = h5py.SoftLink(".")
 
-    start = time.process_time()
     found = locate(hdf5_file(write))
-    assert time.process_time() - start < 4
     assert found.condition == "opaque" and "soft links" in (found.problem or "")
 
 
@@ -719,15 +711,16 @@ def test_lookup3_is_that_of_libhdf5_for_every_length() -> None:
 
 @given(st.integers(0, 2**32), st.integers(1, 4))
 @settings(max_examples=200)
-def test_random_patches_of_rich_files_never_crash_or_hang(seed: int, patches: int) -> None:
+def test_random_patches_of_rich_files_never_crash_and_end(seed: int, patches: int) -> None:
     random = np.random.default_rng(seed)
     data = bytearray(RICH[seed % len(RICH)])
     for _ in range(patches):
         at = int(random.integers(len(data)))
         data[at : at + 8] = random.bytes(int(random.integers(1, 9)))
-    start = time.process_time()
     assert_never_silently_wrong(bytes(data), [Hdf5()])
-    assert time.process_time() - start < 5
+    source = BytesSource(bytes(data))
+    examine(source)
+    assert source.nbytes_read < 4 * len(data)
 
 
 def _rich(file: h5py.File) -> None:
@@ -745,19 +738,19 @@ def _rich(file: h5py.File) -> None:
 RICH = [hdf5_file(_rich, libver) for libver in ("earliest", "latest")]
 
 
-def test_a_group_of_a_hundred_thousand_links_is_walked_in_seconds(tmp_path: Path) -> None:
+def test_a_group_of_a_hundred_thousand_links_is_read_about_once() -> None:
     for libver in ("earliest", "latest"):
-        path = tmp_path / libver
-        with h5py.File(path, "w", libver=(libver, "latest")) as file:
+
+        def write(file: h5py.File) -> None:
             file["w"] = W
             many, root = file.create_group("many").id, file["/"].id
             for n in range(100_000):
                 many.links.create_hard(b"layer.%d.weight" % n, root, b"w")
-        start = time.process_time()
-        with FileSource(os.fsencode(path)) as source:
-            found = examine(source)
-        assert time.process_time() - start < 8
+
+        source = BytesSource(hdf5_file(write, libver))
+        found = examine(source)
         assert (found.table.n_tensors, found.table.n_payloads) == (100_001, 1)
+        assert source.nbytes_read < 2 * source.size
 
 
 def test_a_chunk_that_would_inflate_to_more_than_it_may_is_damage_and_takes_no_memory() -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 sys.path.append(str(Path(__file__).parents[1]))
+from mounts import skip_without_fuse
 from sample_files import SAMPLES
 from trees import contents
 
@@ -32,6 +33,7 @@ from slimckpt.errors import (
     UsageError,
 )
 from slimckpt.frameworks import torch as slim_torch
+from slimckpt.mount import mounted
 from slimckpt.rewrite.slim import slim
 
 TREES = ("torch_corners", "torch_ddp4", "lora_steps")
@@ -327,6 +329,23 @@ def test_objects_of_a_distributed_checkpoint_come_back_and_hostile_ones_do_not(
             no_dist=True,
         )
     assert not marker.exists()
+
+
+def test_what_dcp_saved_as_safetensors_is_loaded_from_a_mount(tmp_path: Path) -> None:
+    state = {"w": torch.arange(600.0), "v": torch.ones(4, 300)}
+    writer = dcp.HuggingFaceStorageWriter(str(tmp_path / "run"), save_distributed=True)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    slim(tmp_path / "run", tmp_path / "store", min_saving=0)
+    for path in (tmp_path / "run", tmp_path / "store"):
+        with pytest.raises(UsageError, match=r"0 files \.metadata.*mount.*tensor\(name\)"):
+            slim_torch.StorageReader(path)
+    skip_without_fuse()
+    (tmp_path / "point").mkdir()
+    found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    with mounted(tmp_path / "store", tmp_path / "point"):
+        reader = dcp.HuggingFaceStorageReader(str(tmp_path / "point"))
+        dcp.load(found, storage_reader=reader, no_dist=True)
+    require_same(state, found)
 
 
 @pytest.mark.parametrize("n_ranks", [4, 2])
