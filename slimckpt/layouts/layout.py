@@ -18,7 +18,7 @@ How what frameworks do sits in it:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slimckpt.model import Span
@@ -112,11 +112,15 @@ class Layout:
         everything and no rank is known.
     origin
         Where it is from, as errors name it: ``strategy.ckpt``.
+    weights
+        Where the record says which whole tensors are the model's weights: by the names to give
+        them, which one each is, and the dtype to give it in.
     """
 
     tensors: Mapping[str, TensorLayout]
     ranks: tuple[int, ...]
     origin: str
+    weights: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 def whole_box(shape: Shape) -> Box:
