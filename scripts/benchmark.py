@@ -21,8 +21,10 @@ from pathlib import Path
 
 from benchmarks import (
     commands,
+    loading,
     many_ranks,
     memory,
+    mounting,
     node_memory_of_frameworks,
     pickles,
     reading,
@@ -44,6 +46,9 @@ MEASUREMENTS = {
     "exact": commands.exact,
     "read": reading.read,
     "open": reading.open_rank,
+    "copy": loading.copy,
+    "cold": loading.cold,
+    "mount": mounting.mount,
     "node": memory.node,
     "torch": torch_loading.torch_loading,
     "frameworks": node_memory_of_frameworks.frameworks,

@@ -113,7 +113,7 @@ def split(path: Path) -> tuple[bytes, bytes | None]:
 
 def step_of(checkpoint: Checkpoint, step: StepLabel | None, run: str | None) -> Step:
     """The step that was asked for, or the only one."""
-    return checkpoint._only_step(run, "load") if step is None else checkpoint.step(step, run)
+    return checkpoint.only_step(run, "load") if step is None else checkpoint.step(step, run)
 
 
 def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -> Member:

@@ -115,12 +115,15 @@ class Layout:
     weights
         Where the record says which whole tensors are the model's weights: by the names to give
         them, which one each is, and the dtype to give it in.
+    local
+        Names of local tensors that are parts of whole ones, where ``tensors`` may refuse to say so.
     """
 
     tensors: Mapping[str, TensorLayout]
     ranks: tuple[int, ...]
     origin: str
     weights: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    local: frozenset[str] = frozenset()
 
 
 def whole_box(shape: Shape) -> Box:

@@ -13,6 +13,7 @@ from slimckpt.layouts.dcp import dcp_layout
 from slimckpt.layouts.deepspeed import deepspeed_layout
 from slimckpt.layouts.files import File
 from slimckpt.layouts.layout import Layout
+from slimckpt.layouts.megatron import megatron_layout
 from slimckpt.layouts.mindspore import StrategyRules, ranks_of
 from slimckpt.layouts.paddle import paddle_layout
 from slimckpt.layouts.placement import Rules
@@ -26,6 +27,7 @@ READERS: tuple[Callable[[Sequence[File]], Layout | None], ...] = (
     dcp_layout,
     deepspeed_layout,
     paddle_layout,
+    megatron_layout,
 )
 """Each is given the files of a step, and gives the layout that they record or ``None``. The first
 that gives one counts."""

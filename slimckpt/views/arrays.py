@@ -50,23 +50,10 @@ class Arrays:
 
     def array(self, holding: Holding, row: int) -> Array:
         """A tensor, as numpy has it; packed dtypes as ``uint8``."""
-        tensor = tensor_of(holding, row)
-        if not is_readable(tensor.dtype):
-            raise OpaqueTensorError(
-                f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
-                " raw(name) gives its bytes"
-            )
-        dtype = numpy_dtype(tensor.dtype, tensor.big_endian)
-        shape = packed_shape(tensor)
-        count = math.prod(shape)
-        if min(shape, default=0) < 0 or count * dtype.itemsize != tensor.nbytes:
-            raise holding.damaged(
-                f"{_name(holding, tensor)}: {tensor.dtype} {_show(tensor.shape)} does not take the"
-                f" {tensor.nbytes} bytes that are recorded"
-            )
+        tensor, dtype, shape = described(holding, row)
         low, high, strides = _extent(holding, tensor, shape, dtype.itemsize)
         try:
-            if count == 0:
+            if 0 in shape:
                 return self._finished(np.empty(shape, dtype))
             if tensor.fill is not None:
                 return self._filled(holding, row, tensor, shape, dtype)
@@ -85,6 +72,22 @@ class Arrays:
         if not found.flags.aligned and found.nbytes < FLOOR and not self.writable:
             return self._finished(found.copy())
         return found
+
+    def pieces(self, holding: Holding, row: int, check: bool) -> list[Stretch]:
+        """Where the bytes are that an array is made of, in stream order; nothing where none are.
+
+        Of an encoded tensor, all that must be decoded. Without ``check`` they need not be sound.
+        """
+        tensor, dtype, shape = described(holding, row)
+        if tensor.nbytes == 0 or tensor.fill is not None:
+            return []
+        stretches = _stretches(holding, tensor, check)
+        if tensor.encoding != RAW:
+            return stretches
+        low, high, _ = _extent(holding, tensor, shape, dtype.itemsize)
+        start, stop = tensor.offset + low, tensor.offset + high
+        _check_inside(holding, tensor, start, stop, sum(s.nbytes for s in stretches))
+        return list(_cut(stretches, start, stop))
 
     def raw(self, holding: Holding, row: int) -> bytes:
         """The bytes of a tensor of any type, in C order, as the file stores them."""
@@ -263,6 +266,24 @@ def equal_bytes(one: Array, other: Array) -> bool:
     )
 
 
+def described(holding: Holding, row: int) -> tuple[Tensor, np.dtype[Any], tuple[int, ...]]:
+    """A tensor, and the dtype and shape of its array."""
+    tensor = tensor_of(holding, row)
+    if not is_readable(tensor.dtype):
+        raise OpaqueTensorError(
+            f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
+            " raw(name) gives its bytes"
+        )
+    dtype = numpy_dtype(tensor.dtype, tensor.big_endian)
+    shape = packed_shape(tensor)
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != tensor.nbytes:
+        raise holding.damaged(
+            f"{_name(holding, tensor)}: {tensor.dtype} {_show(tensor.shape)} does not take the"
+            f" {tensor.nbytes} bytes that are recorded"
+        )
+    return tensor, dtype, shape
+
+
 def is_readable(dtype: str) -> bool:
     """Whether entries of ``dtype`` are arrays."""
     return dtype in BY_NAME
@@ -305,12 +326,13 @@ def _extent(
     return low * itemsize, (high + 1) * itemsize, tuple(s * itemsize for s in strides)
 
 
-def _stretches(holding: Holding, tensor: Tensor) -> list[Stretch]:
+def _stretches(holding: Holding, tensor: Tensor, check: bool = True) -> list[Stretch]:
     """Where a tensor's payload is, neighbours joined; an error about it names the tensor."""
     if tensor.payload is None:
         raise holding.damaged(f"{_name(holding, tensor)} has elements but no bytes")
     try:
-        found = holding.stretches(tensor.payload)
+        find = holding.stretches if check else holding.located
+        found = find(tensor.payload)
     except StoreDamagedError as error:
         raise StoreDamagedError(f"tensor {tensor.name!a}: {error}") from None
     except (IndexError, ValueError) as error:

@@ -76,7 +76,7 @@ def test_on_another_number_of_ranks_states_are_those_that_deepspeed_reloads(
 ) -> None:
     ckpt, truth = opened
     (step,) = ckpt._steps(None)
-    resharded = ckpt.reshard(deepspeed_layout(step._members, n_ranks))
+    resharded = ckpt.reshard(deepspeed_layout(step.members, n_ranks))
     files: Mapping[str, Any] = truth["real_reload_of_universal_at_other_dp"][f"dp{n_ranks}"]
     compared = 0
     for file, tensors in files.items():
@@ -92,7 +92,7 @@ def test_on_another_number_of_ranks_states_are_those_that_deepspeed_reloads(
 def test_a_layout_on_as_many_ranks_gives_the_same_slices_back() -> None:
     with slimckpt.open(SAMPLES / "deepspeed_zero1_dp4") as ckpt:
         (step,) = ckpt._steps(None)
-        again = ckpt.reshard(deepspeed_layout(step._members, 4))
+        again = ckpt.reshard(deepspeed_layout(step.members, 4))
         for rank in range(4):
             view = ckpt.rank(rank)
             for name in again[rank]:

@@ -12,13 +12,15 @@ from benchmarks.many_ranks import Layout
 from benchmarks.processes import watch
 from benchmarks.reader import touch
 from benchmarks.turns import Contender, Result
+from mounts import no_fuse
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 MEASUREMENTS = {
     *("slim", "nothing", "restore", "verify", "analyze", "exact"),
-    *("read", "open", "node", "private", "ranks", "pickles", "frameworks"),
+    *("read", "open", "copy", "cold", "mount", "node", "private", "ranks", "pickles"),
+    "frameworks",
 }
-WITHOUT_A_BAR = {"verify"}
+WITHOUT_A_BAR = {"verify", "cold"} | ({"mount"} if no_fuse() else set())
 
 
 @pytest.mark.slow
