@@ -2,7 +2,7 @@
 
 As torch 2.13 pickles them (``torch/distributed/tensor/_api.py``, ``_dtensor_spec.py``,
 ``placement_types.py``, ``torch/distributed/device_mesh.py``): ``_rebuild_from_type_v2`` of the
-class DTensor with the state ``{"_local_tensor": …, "_spec": DTensorSpec}``. Before 2.5 the modules were
+class DTensor with the state ``{"_local_tensor": …, "_spec": DTensorSpec}``. Before 2.5 modules were
 called ``torch.distributed._tensor``. A mesh is the ranks of its root (``_flatten_rank_map``) and
 sizes and strides in them (``_layout``), one axis a pair from 2.13 on; before, a tensor ``mesh`` and
 its elements again as ``_flatten_mesh_list``.
