@@ -207,9 +207,9 @@ def _held(
         length = sum(high - low for low, high in axes[dim])
         start, ranges = 0, []
         for size in sizes_of("ceil", length, factor):
-            parts = sizes_of("ceil", size, spec.mesh.shape[axis])
-            low = start + sum(parts[: at[axis]])
-            ranges.append((low, low + parts[at[axis]]))
+            part = -(-size // spec.mesh.shape[axis])
+            low, high = (min(number * part, size) for number in (at[axis], at[axis] + 1))
+            ranges.append((start + low, start + high))
             start += size
         axes[dim] = cut(axes[dim], ranges)
     shape = tuple(sum(high - low for low, high in ranges) for ranges in axes)
