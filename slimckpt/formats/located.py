@@ -16,6 +16,7 @@ from slimckpt.formats.torch_tensors import (
     archive_of,
     decoding,
     is_contiguous,
+    is_dtensor,
     itemsize_of,
     makes_tensors,
     rebuilt,
@@ -78,6 +79,11 @@ class Located:
         Whether torch's storages are.
     arrays
         What an object is as an array, if it is one.
+
+    Attributes
+    ----------
+    dtensors : int
+        How many of the tensors are local parts of DTensors.
     """
 
     def __init__(
@@ -94,6 +100,7 @@ class Located:
         self.storages, self.inside, self.archived = storages, inside, archived
         self.big_endian, self.arrays = big_endian, arrays
         self.walk = Walk(self.label, reader.nbytes)
+        self.dtensors = 0
 
     def add(self, root: Any, start: Iterable[tuple[Any, str]] = ()) -> None:
         """Add every tensor and array of an object; ``start`` are the keys that lead to it."""
@@ -102,6 +109,7 @@ class Located:
 
     def _visit(self, trail: Trail, node: Any) -> Iterable[Part] | None:
         tensor, parts = rebuilt(node)
+        self.dtensors += is_dtensor(node)
         if tensor is not None:
             self._tensor(*self.walk.texts(trail), tensor)
         if tensor is not None or parts:

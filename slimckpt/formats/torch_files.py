@@ -187,10 +187,12 @@ def _locate_archive(
         table, reader, _by_key(source, homes), inside, archived(inside), archive.big_endian
     )
     located.add(root, start)
-    facts = {"byteorder": "big" if archive.big_endian else "little"}
+    facts: dict[str, Any] = {"byteorder": "big" if archive.big_endian else "little"}
     version = _small(source, archive.members.get("version"))
     if version:
         facts["version"] = version.strip().decode("ascii", "replace")[:16]
+    if located.dtensors:
+        facts["dtensors"] = located.dtensors
     return facts
 
 
@@ -257,8 +259,9 @@ class TorchLegacy(Format):
             inside = Inside(table, source)
             homes = {key: inside.home(*span) for key, span in found.spans.items()}
             storages = _by_key(source, homes)
-            Located(table, found.reader, storages, inside, archived(inside)).add(found.root)
-        return {}
+            located = Located(table, found.reader, storages, inside, archived(inside))
+            located.add(found.root)
+        return {"dtensors": located.dtensors} if located.dtensors else {}
 
 
 class Legacy(NamedTuple):

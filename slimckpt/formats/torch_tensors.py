@@ -30,6 +30,8 @@ DTYPES = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }  # fmt: skip
+DTENSOR_NAMESPACES = ("torch.distributed.tensor", "torch.distributed._tensor")
+"""What the modules of DTensor are called, from torch 2.5 on and before."""
 META = f"{OPAQUE}meta"
 """The dtype of tensors that have no bytes."""
 _MAKERS = ("_reconstruct", "_frombuffer", "_load_from_bytes")
@@ -158,6 +160,17 @@ def _of_type(args: tuple[Any, ...]) -> tuple[TorchTensor | None, list[Part]]:
         alone = key == "_local_tensor" and tensor is None and not parts
         parts = [*parts, (key, "" if alone else style, value)]
     return tensor, parts
+
+
+def is_dtensor(node: Any) -> bool:
+    """Whether an object is a DTensor: a local tensor, and a spec of how it lies on ranks."""
+    args = node.args if type(node) is Call and type(node.what) is Global else None
+    if type(args) is not tuple or len(args) < 4 or node.what.name != "_rebuild_from_type_v2":
+        return False
+    cls = args[1]
+    return (
+        type(cls) is Global and cls.name == "DTensor" and cls.module.startswith(DTENSOR_NAMESPACES)
+    )
 
 
 def _attributes(state: Any) -> list[Part]:

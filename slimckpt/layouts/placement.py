@@ -59,20 +59,9 @@ class Placement:
             if split.dim >= len(shape):
                 raise UsageError(f"it has no axis {split.dim}")
             ranges = split.ranges(lengths[split.dim], place)
-            axes[split.dim] = _cut(axes[split.dim], ranges)
+            axes[split.dim] = cut(axes[split.dim], ranges)
             lengths[split.dim] = sum(high - low for low, high in axes[split.dim])
-        runs = []
-        for ranges in axes:
-            at, placed = 0, []
-            for low, high in _joined(ranges):
-                placed.append((low, high - low, at))
-                at += high - low
-            runs.append(placed)
-        pieces = []
-        for chosen in product(*runs):
-            offsets, sizes, ats = zip(*chosen, strict=True) if chosen else ((), (), ())
-            pieces.append(Piece(Box(offsets, sizes), ats))
-        return tuple(lengths), tuple(pieces)
+        return tuple(lengths), pieces_of(axes)
 
     def shards(self, shape: Shape) -> tuple[Shard, ...]:
         """What every rank holds of a tensor of that shape."""
@@ -244,7 +233,24 @@ class Inference:
         )
 
 
-def _cut(runs: list[Range], ranges: Iterable[Range]) -> list[Range]:
+def pieces_of(axes: Iterable[Iterable[Range]]) -> tuple[Piece, ...]:
+    """The boxes of a whole tensor that a local one is made of, which on each axis has some ranges
+    of the whole one, one behind the other."""
+    runs = []
+    for ranges in axes:
+        at, placed = 0, []
+        for low, high in _joined(ranges):
+            placed.append((low, high - low, at))
+            at += high - low
+        runs.append(placed)
+    pieces = []
+    for chosen in product(*runs):
+        offsets, sizes, ats = zip(*chosen, strict=True) if chosen else ((), (), ())
+        pieces.append(Piece(Box(offsets, sizes), ats))
+    return tuple(pieces)
+
+
+def cut(runs: list[Range], ranges: Iterable[Range]) -> list[Range]:
     """``ranges`` of what ``runs`` joined are, in terms of what the runs are in."""
     found = []
     for low, high in ranges:

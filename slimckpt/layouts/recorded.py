@@ -11,6 +11,7 @@ from slimckpt.formats.mindspore_parallel import is_strategy
 from slimckpt.formats.mindspore_strategy import Strategy, read_strategy
 from slimckpt.layouts.dcp import dcp_layout
 from slimckpt.layouts.deepspeed import deepspeed_layout
+from slimckpt.layouts.dtensor import dtensor_layout
 from slimckpt.layouts.files import File
 from slimckpt.layouts.layout import Layout
 from slimckpt.layouts.megatron import megatron_layout
@@ -30,6 +31,7 @@ READERS: tuple[Callable[[Sequence[File]], Layout | None], ...] = (
     deepspeed_layout,
     paddle_layout,
     megatron_layout,
+    dtensor_layout,
 )
 """Each is given the files of a step, and gives the layout that they record or ``None``. The first
 that gives one counts."""
