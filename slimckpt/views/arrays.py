@@ -50,20 +50,8 @@ class Arrays:
 
     def array(self, holding: Holding, row: int) -> Array:
         """A tensor, as numpy has it; packed dtypes as ``uint8``."""
-        tensor = tensor_of(holding, row)
-        if not is_readable(tensor.dtype):
-            raise OpaqueTensorError(
-                f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
-                " raw(name) gives its bytes"
-            )
-        dtype = numpy_dtype(tensor.dtype, tensor.big_endian)
-        shape = packed_shape(tensor)
+        tensor, dtype, shape = typed(holding, row)
         count = math.prod(shape)
-        if min(shape, default=0) < 0 or count * dtype.itemsize != tensor.nbytes:
-            raise holding.damaged(
-                f"{_name(holding, tensor)}: {tensor.dtype} {_show(tensor.shape)} does not take the"
-                f" {tensor.nbytes} bytes that are recorded"
-            )
         low, high, strides = _extent(holding, tensor, shape, dtype.itemsize)
         try:
             if count == 0:
@@ -85,6 +73,28 @@ class Arrays:
         if not found.flags.aligned and found.nbytes < FLOOR and not self.writable:
             return self._finished(found.copy())
         return found
+
+    def part(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes:
+        """Bytes ``start`` to ``stop`` of the stream of a tensor's payload, as they are stored.
+
+        Where it lies in several pieces, these alone are copied.
+        """
+        data = self._stored(holding, tensor, start, stop)
+        return np.full(stop - start, data, np.uint8) if isinstance(data, int) else data
+
+    def rows(self, holding: Holding, row: int, first: int, last: int) -> Array:
+        """Rows ``first`` to before ``last`` of a tensor that has at least one axis.
+
+        Where it lies in several pieces, these alone are copied.
+        """
+        tensor, dtype, shape = typed(holding, row)
+        whole = tensor.encoding != RAW or tensor.strides is not None or tensor.payload is None
+        if whole or self.writable or len(_stretches(holding, tensor)) < 2:
+            return self.array(holding, row)[first:last]
+        each = tensor.nbytes // shape[0]
+        at = tensor.offset
+        data = self.part(holding, tensor, at + first * each, at + last * each)
+        return data.view(dtype).reshape(last - first, *shape[1:])
 
     def raw(self, holding: Holding, row: int) -> bytes:
         """The bytes of a tensor of any type, in C order, as the file stores them."""
@@ -225,6 +235,30 @@ def tensor_of(holding: Holding, row: int) -> Tensor:
     if tensor.payload is not None and not 0 <= tensor.payload < holding.table.n_payloads:
         raise holding.damaged(f"{_name(holding, tensor)}: there is no payload {tensor.payload}")
     return tensor
+
+
+def typed(holding: Holding, row: int) -> tuple[Tensor, np.dtype[Any], tuple[int, ...]]:
+    """A row as a tensor, and dtype and shape of its array.
+
+    Raises
+    ------
+    OpaqueTensorError
+        It is not an array.
+    """
+    tensor = tensor_of(holding, row)
+    if not is_readable(tensor.dtype):
+        raise OpaqueTensorError(
+            f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
+            " raw(name) gives its bytes"
+        )
+    dtype = numpy_dtype(tensor.dtype, tensor.big_endian)
+    shape = packed_shape(tensor)
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != tensor.nbytes:
+        raise holding.damaged(
+            f"{_name(holding, tensor)}: {tensor.dtype} {_show(tensor.shape)} does not take the"
+            f" {tensor.nbytes} bytes that are recorded"
+        )
+    return tensor, dtype, shape
 
 
 def same_digest(one: tuple[Holding, int], other: tuple[Holding, int]) -> bool | None:

@@ -14,7 +14,14 @@ from slimckpt.errors import (
 from slimckpt.layouts.covering import who
 from slimckpt.layouts.layout import Holder, Shard
 from slimckpt.model import Span
-from slimckpt.views.arrays import Array, Arrays, is_readable, same_digest, tensor_of
+from slimckpt.views.arrays import (
+    Array,
+    Arrays,
+    is_readable,
+    packed_shape,
+    same_digest,
+    tensor_of,
+)
 from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import Holding
 
@@ -76,15 +83,23 @@ class Locals:
             )
         return holding, row
 
-    def array(self, name: str, dtype: str, shard: Shard) -> Array:
-        """The local tensor itself."""
-        found = self._arrays.array(*self.find(name, dtype, shard))
-        if found.shape != shard.shape:
+    def array(
+        self, name: str, dtype: str, shard: Shard, rows: tuple[int, int] | None = None
+    ) -> Array:
+        """The local tensor itself; with ``rows`` only those from the first to before the last."""
+        holding, row = self.find(name, dtype, shard)
+        if packed_shape(tensor_of(holding, row)) != shard.shape:
             raise CheckFailedError(
                 f"tensor {name!a} of {who(shard.holder)} is {dtype}, of less than a byte each; such"
                 " are not read through a layout, only by rank or file"
             )
-        return found
+        if rows is None:
+            return self._arrays.array(holding, row)
+        return self._arrays.rows(holding, row, *rows)
+
+    def encoding(self, name: str, dtype: str, shard: Shard) -> str:
+        """How the bytes of the local tensor are encoded."""
+        return tensor_of(*self.find(name, dtype, shard)).encoding
 
     def same(self, name: str, dtype: str, one: Shard, other: Shard) -> bool | None:
         """Whether two local tensors of one shape are equal, as far as digests tell."""

@@ -1,0 +1,1 @@
+"""Tensors written as files that frameworks load, without any framework."""
