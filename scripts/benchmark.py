@@ -19,7 +19,17 @@ from dataclasses import asdict
 from fractions import Fraction
 from pathlib import Path
 
-from benchmarks import commands, many_ranks, memory, pickles, reading
+from benchmarks import (
+    commands,
+    loading,
+    many_ranks,
+    memory,
+    mounting,
+    node_memory_of_frameworks,
+    pickles,
+    reading,
+    torch_loading,
+)
 from benchmarks.machine import machine
 from benchmarks.turns import Result, Verdict
 from benchmarks.workshop import Options, Workshop
@@ -36,7 +46,12 @@ MEASUREMENTS = {
     "exact": commands.exact,
     "read": reading.read,
     "open": reading.open_rank,
+    "copy": loading.copy,
+    "cold": loading.cold,
+    "mount": mounting.mount,
     "node": memory.node,
+    "torch": torch_loading.torch_loading,
+    "frameworks": node_memory_of_frameworks.frameworks,
     "private": memory.private,
     "ranks": many_ranks.ranks,
     "pickles": pickles.pickles,

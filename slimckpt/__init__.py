@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from slimckpt.rewrite.restore import RestoreResult, restore
     from slimckpt.rewrite.slim import SlimResult, slim
     from slimckpt.rewrite.verify import VerifyResult, verify
-    from slimckpt.views import Checkpoint, FileView, RankView, Step, WholeTensor, open
+    from slimckpt.views import (
+        Checkpoint,
+        FileView,
+        RankView,
+        Resharded,
+        ReshardedRank,
+        Step,
+        WholeTensor,
+        open,
+    )
 
 # Imported on first use: a job that only reads a rank does not pay for libhdf5.
 _HOMES = {
@@ -38,6 +47,8 @@ _HOMES = {
     "Checkpoint": "slimckpt.views",
     "FileView": "slimckpt.views",
     "RankView": "slimckpt.views",
+    "Resharded": "slimckpt.views",
+    "ReshardedRank": "slimckpt.views",
     "Step": "slimckpt.views",
     "WholeTensor": "slimckpt.views",
     "open": "slimckpt.views",
@@ -57,6 +68,8 @@ __all__ = [
     "FileView",
     "RankView",
     "Report",
+    "Resharded",
+    "ReshardedRank",
     "RestoreResult",
     "SlimResult",
     "SlimckptError",

@@ -11,7 +11,7 @@ import ctypes
 import errno
 import fcntl
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from slimckpt.errors import UnfaithfulSourceError
@@ -79,6 +79,27 @@ def write_file(path: bytes, data: bytes, mode: int = 0o666) -> None:
     try:
         write_at(fd, data, 0, path)
         sync(fd, path)
+    finally:
+        os.close(fd)
+
+
+def open_device(path: bytes) -> int:
+    """A device, open for reading and writing."""
+    _about_to("open", path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def send(fd: int, parts: Sequence[Any]) -> None:
+    """Hand a message to the other end of a device, in one piece; it lands in no file."""
+    os.writev(fd, parts)
+
+
+def set_in_kernel(path: bytes, value: bytes) -> None:
+    """Write to a file of sysfs, which is a setting of the running kernel."""
+    _about_to("set", path)
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, value)
     finally:
         os.close(fd)
 
@@ -230,6 +251,12 @@ def directories_in(path: bytes) -> list[bytes]:
         with os.scandir(directory) as entries:
             found += [entry.path for entry in entries if entry.is_dir(follow_symlinks=False)]
     return found
+
+
+def remove_file(path: bytes) -> None:
+    """Remove a file of ours."""
+    _about_to("unlink", path)
+    os.unlink(path)
 
 
 def remove_tree(path: bytes) -> None:

@@ -32,6 +32,10 @@ class NoSpaceError(SlimckptError, OSError):
     exit_code = 4
 
 
+class MountError(SlimckptError, OSError):
+    """A slim checkpoint cannot be mounted: the mount point does not fit, or FUSE is missing."""
+
+
 class NotAStoreError(SlimckptError, FileNotFoundError):
     """The path holds no slim checkpoint."""
 

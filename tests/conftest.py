@@ -1,5 +1,7 @@
 """What all tests share: where helpers are found, and how hypothesis searches."""
 
+import signal
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -10,3 +12,7 @@ settings.register_profile(
     "offline", deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("offline")
+
+# Started in the background of a shell, Ctrl-C is ignored, and would be by the commands under test.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)

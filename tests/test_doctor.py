@@ -294,7 +294,8 @@ def test_the_lowest_versions_are_those_of_the_project_file() -> None:
     assert found[-1] == Library("libhdf5", h5py.version.hdf5_version)
     for library in found[2:-1]:
         assert f'"{library.name}>={library.lowest}"' in listed
-    assert len(found) - 3 == listed.count(">=")
+    # What only some Pythons need (`; python_version < …`) is not looked for.
+    assert len(found) - 3 == sum(">=" in line and ";" not in line for line in listed.splitlines())
     assert not any(library.problem for library in found)
     assert next(x for x in found if x.name == "numpy").version == np.__version__
 

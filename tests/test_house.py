@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("frameworks",),
+    ("export", "frameworks", "mount"),
     ("views",),
     ("layouts",),
     ("doctor",),

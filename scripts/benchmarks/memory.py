@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import re
-import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.processes import Command
+from benchmarks.processes import Command, memory_held
 from benchmarks.reading import READER
-from benchmarks.turns import Contender, Result, stop
+from benchmarks.turns import Contender, Result
 from benchmarks.workshop import PYTHON, SCRIPTS, SLIMCKPT, Workshop, call
 
 ALLOWED_MB = 200
@@ -22,13 +20,12 @@ def node(workshop: Workshop) -> Result:
     source = workshop.redundant(6.2e9)
     store = workshop.store(source)
     result = Result("memory of a node, MB above that of the imports, every page touched")
-    sums = {}
-    for rank in range(8):
-        listing = workshop.payloads(source / f"rank_{rank}", smallest=1)
-        sums[rank] = json.loads(call([PYTHON, READER, "memmap", listing]))["sum"]
+    sums = sums_of_ranks(workshop, source, range(8))
     for count in (1, 2, 4, 8):
-        taken = _memory_of_processes(store, {rank: sums[rank] for rank in range(count)})
-        needed = _unique_bytes(workshop, [source / f"rank_{rank}" for rank in range(count)])
+        ranks = {rank: sums[rank] for rank in range(count)}
+        readers = [[PYTHON, READER, "slimckpt", store, rank, "hold"] for rank in ranks]
+        taken = memory_held(readers, list(ranks.values()))
+        needed = unique_bytes(workshop, [source / f"rank_{rank}" for rank in ranks])
         name = f"{count} processes"
         result.turns[name] = [{"MB PSS": taken / 1e6, "MB unique": needed / 1e6}]
         what = f"memory of a node, {count} {'process' if count == 1 else 'processes'}"
@@ -36,52 +33,16 @@ def node(workshop: Workshop) -> Result:
     return result
 
 
-def _memory_of_processes(store: Path, sums: dict[int, int]) -> int:
-    with contextlib.ExitStack() as stack:
-        processes = {
-            rank: stack.enter_context(
-                subprocess.Popen(
-                    [PYTHON, READER, "slimckpt", store, str(rank), "hold"],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            for rank in sums
-        }
-
-        def all_of_them(answer: bool) -> dict[int, str]:
-            """Let each go on, and wait until each has said something."""
-            for process in processes.values():
-                assert process.stdin
-                if answer:
-                    process.stdin.write("\n")
-                    process.stdin.flush()
-            return {
-                rank: process.stdout.readline()
-                for rank, process in processes.items()
-                if process.stdout
-            }
-
-        all_of_them(answer=False)
-        before = sum(_pss(process.pid) for process in processes.values())
-        said = all_of_them(answer=True)
-        after = sum(_pss(process.pid) for process in processes.values())
-        for rank, line in said.items():
-            if json.loads(line)["sum"] != sums[rank]:
-                stop(f"rank {rank} reads otherwise from {store} than from its source")
-        all_of_them(answer=True)
-    return after - before
+def sums_of_ranks(workshop: Workshop, source: Path, ranks: Iterable[int]) -> dict[int, int]:
+    """What readers of some ranks of a checkpoint must print as their sum, by a plain mapping."""
+    sums = {}
+    for rank in ranks:
+        listing = workshop.payloads(source / f"rank_{rank}", smallest=1)
+        sums[rank] = json.loads(call([PYTHON, READER, "memmap", listing]))["sum"]
+    return sums
 
 
-def _pss(process: int) -> int:
-    text = Path(f"/proc/{process}/smaps_rollup").read_text()
-    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
-    assert found
-    return int(found[1]) * 1024
-
-
-def _unique_bytes(workshop: Workshop, ranks: list[Path]) -> int:
+def unique_bytes(workshop: Workshop, ranks: list[Path]) -> int:
     """Bytes of the distinct payloads of some ranks, as the floor program finds them."""
     listings = [json.loads(workshop.payloads(rank).read_text()) for rank in ranks]
     pieces = workshop.listing([piece for listing in listings for piece in listing])

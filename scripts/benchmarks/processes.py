@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -99,6 +101,57 @@ def watch(command: list[object], code: int) -> tuple[str, Figures]:
     if process.returncode != code:
         stop(f"{' '.join(words)} ended in {process.returncode}, not {code}\n{output[1]}")
     return output[0], {"MB private": private * 1024 / 1e6, "MB whole": whole * 1024 / 1e6}
+
+
+def memory_held(
+    readers: Sequence[list[object]],
+    sums: Sequence[int],
+    environment: Mapping[str, str] | None = None,
+) -> int:
+    """Run readers with ``hold`` side by side: the sum of their proportional set sizes (PSS) when
+    they have touched everything, above that when they have only imported what they need, in bytes.
+
+    The benchmark stops unless they print ``sums``.
+    """
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [str(word) for word in reader],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    text=True,
+                    env={**os.environ, **(environment or {})},
+                )
+            )
+            for reader in readers
+        ]
+
+        def all_of_them(answer: bool) -> list[str]:
+            """Let each go on, and wait until each has said something."""
+            for process in processes:
+                assert process.stdin
+                if answer:
+                    process.stdin.write("\n")
+                    process.stdin.flush()
+            return [process.stdout.readline() for process in processes if process.stdout]
+
+        all_of_them(answer=False)
+        before = sum(_pss(process.pid) for process in processes)
+        said = all_of_them(answer=True)
+        after = sum(_pss(process.pid) for process in processes)
+        for reader, line, expected in zip(readers, said, sums, strict=True):
+            if not line or json.loads(line)["sum"] != expected:
+                stop(f"{' '.join(map(str, reader))} does not read what is in the source")
+        all_of_them(answer=True)
+    return after - before
+
+
+def _pss(process: int) -> int:
+    text = Path(f"/proc/{process}/smaps_rollup").read_text()
+    found = re.search(r"^Pss:\s+(\d+) kB", text, re.MULTILINE)
+    assert found
+    return int(found[1]) * 1024
 
 
 def same_trees(one: Path, other: Path) -> None:

@@ -28,10 +28,11 @@ class Reading:
     source: Path
     agreed: dict[str, float]
     python: str = PYTHON
+    reader: Path = READER
 
     def __call__(self) -> Figures:
         read_all(self.source)
-        found: Figures = json.loads(call([self.python, READER, self.how, self.path]))
+        found: Figures = json.loads(call([self.python, self.reader, self.how, self.path]))
         sum_and_count = {key: found.pop(key) for key in ("sum", "arrays")}
         if self.agreed and self.agreed != sum_and_count:
             stop(f"{self.how} reads {sum_and_count} in {self.path}, others {self.agreed}")

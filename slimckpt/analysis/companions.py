@@ -84,7 +84,7 @@ def _items(source: ByteSource) -> dict[str, list[Item]]:
 def _float8(source: ByteSource) -> dict[str, str]:
     return {
         key: _FLOAT8[chunk.dtype]
-        for key, chunks in read_paddle_metadata(source).items()
+        for key, chunks in read_paddle_metadata(source).tensors.items()
         for chunk in chunks[:1]
         if chunk.dtype in _FLOAT8
     }

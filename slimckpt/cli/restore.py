@@ -11,6 +11,7 @@ from slimckpt.cli.show import (
     json_option,
     progress,
     quiet_option,
+    selection_options,
     size,
 )
 from slimckpt.errors import DroppedTensorError
@@ -21,10 +22,7 @@ SCHEMA = "slimckpt.restore/1"
 @click.command("restore")
 @click.argument("store", metavar="STORE")
 @click.argument("destination", metavar="DST")
-@click.option("--step", "steps", multiple=True, help="Only files of this step; repeatable.")
-@click.option("--rank", "ranks", multiple=True, type=int, help="Only files of this rank.")
-@click.option("--file", "files", multiple=True, metavar="GLOB", help="Only these original paths.")
-@click.option("--run", help="Only files of the run under this path prefix.")
+@selection_options
 @jobs_option
 @json_option
 @quiet_option

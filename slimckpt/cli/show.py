@@ -70,6 +70,20 @@ def jobs_option(command: Callable[..., None]) -> Callable[..., None]:
     )(command)
 
 
+def selection_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Which original files: ``steps``, ``ranks``, ``files`` and ``run``."""
+    for option in (
+        click.option("--run", help="Only files of the run under this path prefix."),
+        click.option(
+            "--file", "files", multiple=True, metavar="GLOB", help="Only these original paths."
+        ),
+        click.option("--rank", "ranks", multiple=True, type=int, help="Only files of this rank."),
+        click.option("--step", "steps", multiple=True, help="Only files of this step; repeatable."),
+    ):
+        command = option(command)
+    return command
+
+
 def category_option(command: Callable[..., None]) -> Callable[..., None]:
     return click.option(
         "--category",

@@ -107,7 +107,7 @@ def kind_of(filesystem: str) -> str:
         return "FUSE"
     if filesystem in _SPECIAL:
         return _SPECIAL[filesystem]
-    from slimckpt.sources.backends import is_network
+    from slimckpt.sources.files import is_network
 
     return "network" if is_network(filesystem) else "local"
 

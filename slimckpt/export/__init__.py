@@ -1,1 +1,1 @@
-"""Tensors written as files that frameworks load, without any framework."""
+"""A checkpoint in another form: on other ranks, whole, or in files of another format."""

@@ -194,8 +194,12 @@ def _decoded(source: ByteSource, member: Member) -> Iterator[bytes]:
 
 def _find_directory(source: ByteSource, end: int) -> _Directory:
     """The directory of the archive that ends at ``end``."""
-    tail_at = max(end - _END.size - _MAX_COMMENT, 0)
+    # Most have no comment; and behind the last 22 bytes may be those of tensors that were dropped.
+    tail_at = max(end - _END.size, 0)
     tail = source.read(tail_at, end - tail_at)
+    if not (tail.startswith(END) and tail.endswith(b"\0\0")):
+        tail_at = max(tail_at - _MAX_COMMENT, 0)
+        tail = source.read(tail_at, end - tail_at)
     at = tail.rfind(END)
     while at >= 0:
         if at + _END.size <= len(tail):

@@ -185,7 +185,11 @@ class Constructor(PickleReader):
         if type(state) is not tuple or len(state) != 5:
             self.damaged("the state of an array is none")
         _, shape, dtype, fortran, data = state
-        return self.array(data, dtype, shape, "F" if fortran else "C")
+        found = self.array(data, dtype, shape, "F" if fortran else "C")
+        if dtype.isnative or dtype.fields is not None:
+            return found
+        # So does numpy, where it is given a state.
+        return found.astype(dtype.newbyteorder("="))
 
     def array(self, data: Any, dtype: Any, shape: Any, order: str) -> Any:
         if not isinstance(dtype, np.dtype) or type(shape) is not tuple or len(shape) > _MAX_AXES:
@@ -224,7 +228,7 @@ class Constructor(PickleReader):
         known = type(order) is str and order in "<>=|" and subarray is None
         if names is not None:
             known = known and type(nbytes) is int and _fits(names, fields, nbytes)
-        if not known or type(alignment) is not int or (len(state) == 9 and state[8] is not None):
+        if not known or type(alignment) is not int or not _is_unit(dtype, state[8:]):
             raise NotUnderstoodError(
                 f"{self.source.label}: a dtype of numpy that slimckpt does not make: {state!r:.200}"
             )
@@ -252,6 +256,23 @@ def _fits(names: Any, fields: Any, nbytes: int) -> bool:
             and 0 <= field[1] <= nbytes - field[0].itemsize
             for field in fields.values()
         )
+    )
+
+
+def _is_unit(dtype: np.dtype[Any], more: tuple[Any, ...]) -> bool:
+    """Whether a dtype's state may end in it: for times ``(metadata, (unit, count, …))``."""
+    if more in ((), (None,)):
+        return True
+    (pair,) = more
+    return (
+        dtype.kind in "mM"
+        and type(pair) is tuple
+        and len(pair) == 2
+        and pair[0] in (None, {})
+        and type(pair[1]) is tuple
+        and len(pair[1]) == 4
+        and type(pair[1][0]) is bytes
+        and all(type(number) is int for number in pair[1][1:])
     )
 
 

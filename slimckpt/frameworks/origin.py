@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from slimckpt.analysis.tree import is_store
-from slimckpt.errors import NotUnderstoodError, UsageError
+from slimckpt.encodings import decoder
+from slimckpt.errors import DamagedFileError, DroppedTensorError, NotUnderstoodError, UsageError
 from slimckpt.model import HOME_PAYLOAD, RAW, Bytes, StepLabel, Tensor, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays
@@ -66,12 +67,7 @@ def opened(
     NotUnderstoodError
         The file is of another format.
     """
-    root, inner = split(path)
-    if inner is not None and file is not None:
-        raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
-    wanted = inner if file is None else os.fspath(file)
-    if wanted is not None and (rank, step, run) != (None, None, None):
-        raise UsageError("a file was named; leave out rank, step and run")
+    root, wanted = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
         if wanted is not None:
             member = checkpoint.files.member(wanted)
@@ -79,6 +75,24 @@ def opened(
         else:
             member = _only(step_of(checkpoint, step, run), rank, formats, writer)
         yield Origin(checkpoint, member, Arrays(checkpoint._backend, True))
+
+
+def which(
+    path: Path,
+    file: Path | None,
+    rank: int | None,
+    step: StepLabel | None,
+    run: str | None,
+) -> tuple[bytes, str | bytes | None]:
+    """The root of a checkpoint, and the file in it, if the arguments name one; those that
+    contradict each other are a ``UsageError``."""
+    root, inner = split(path)
+    if inner is not None and file is not None:
+        raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
+    wanted = os.fspath(file) if file is not None else inner and encode_path(inner)
+    if wanted is not None and (rank, step, run) != (None, None, None):
+        raise UsageError("a file was named; leave out rank, step and run")
+    return root, wanted
 
 
 def split(path: Path) -> tuple[bytes, bytes | None]:
@@ -99,14 +113,22 @@ def split(path: Path) -> tuple[bytes, bytes | None]:
 
 def step_of(checkpoint: Checkpoint, step: StepLabel | None, run: str | None) -> Step:
     """The step that was asked for, or the only one."""
-    return checkpoint._only_step(run, "load") if step is None else checkpoint.step(step, run)
+    return checkpoint.only_step(run, "load") if step is None else checkpoint.step(step, run)
 
 
 def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -> Member:
     """The one file of a rank that has one of the formats; its own before those of all ranks."""
     held = step.held(rank, {})
-    found = [m for m in held if m.holding.file.understood and m.holding.file.format in formats]
+    found = [
+        member
+        for member in held
+        if member.holding.file.format in formats and member.holding.file.condition != "opaque"
+    ]
     own = [member for member in found if member.role.rank is not None or member.role.coords]
+    for member in own or found:
+        if not member.holding.file.understood:
+            # It may well be the one that is meant.
+            raise member.holding.refusal()
     by_body = {id(member.holding): member for member in reversed(own or found)}
     if len(by_body) == 1:
         return next(iter(by_body.values()))
@@ -122,12 +144,35 @@ def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -
 
 
 def _require(member: Member, formats: tuple[str, ...], writer: str) -> None:
-    member.holding.require()
+    try:
+        member.holding.require()
+    except NotUnderstoodError as error:
+        raise NotUnderstoodError(
+            f"{error}; if it is of {writer} all the same, restore it and load it with the framework"
+        ) from None
     found = member.holding.file.format
     if found not in formats:
         raise NotUnderstoodError(
             f"{member.holding.label}: expected a file of {writer}, found {found}; its tensors can"
             " be had all the same (slimckpt.open, or tensors of a framework by name)"
+        )
+
+
+def require_complete(holding: Holding) -> None:
+    """All tensors of a file are there, as making its object takes.
+
+    Raises
+    ------
+    DroppedTensorError
+        Some were left out when it was slimmed.
+    """
+    dropped = holding.dropped()
+    if dropped:
+        first = holding.table.name(dropped[0])
+        raise DroppedTensorError(
+            f"{holding.label}: {len(dropped)} of its tensors were left out when it was slimmed"
+            f" (--drop), such as {first!a}, so its object cannot be made. What is left can be had"
+            " by name: state_dict or tensors, or slimckpt.open"
         )
 
 
@@ -159,7 +204,13 @@ class Payloads:
         row = self._rows.get(offset)
         table = self._holding.table
         if row is None or int(table.payload_nbytes[row]) != nbytes:
-            return np.array(np.frombuffer(self._read(offset, nbytes), np.uint8))
+            stored = np.frombuffer(self._read(offset, nbytes), np.uint8)
+            try:
+                return np.array(decoder(encoding)(stored, [nbytes]))
+            except (DamagedFileError, NotUnderstoodError) as error:
+                raise type(error)(
+                    f"{self._holding.label}: bytes {offset} to {offset + nbytes}: {error}"
+                ) from None
         return self._arrays.stream(self._holding, self._tensor(row, encoding))
 
     def _tensor(self, payload: int, encoding: str) -> Tensor:

@@ -11,7 +11,14 @@ from typing import Any
 
 from slimckpt.errors import FrameworkMissingError, NotUnderstoodError
 from slimckpt.formats.torch_files import archives_of
-from slimckpt.frameworks.origin import Payloads, missing, opened, split, step_of
+from slimckpt.frameworks.origin import (
+    Payloads,
+    missing,
+    opened,
+    require_complete,
+    step_of,
+    which,
+)
 from slimckpt.frameworks.torch_objects import Objects
 from slimckpt.frameworks.torch_tensors import Tensors
 from slimckpt.model import StepLabel, encode_path
@@ -77,6 +84,7 @@ def load(
         if origin.holding.file.format == "safetensors":
             view = origin.checkpoint.files[encode_path(origin.member.path)]
             return Tensors(torch, origin.checkpoint).named(view)
+        require_complete(origin.holding)
         objects = Objects(torch, Payloads(origin, source.read), allow)
         if origin.holding.file.format == "torch-legacy":
             return objects.of_legacy(source)
@@ -117,8 +125,7 @@ def state_dict(
         ones of 4 and 6 bits) are ``uint8``, as stored.
     """
     torch = imported()
-    root, inner = split(path)
-    named = file if inner is None else inner
+    root, named = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
         if named is not None:
             view: Any = checkpoint.files[named]

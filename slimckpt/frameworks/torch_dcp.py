@@ -65,7 +65,7 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
             found.holding.require()
             return found
         chosen = step_of(self._checkpoint, step, run)
-        members = [m for m in chosen._members if os.path.basename(m.path) == METADATA.encode()]
+        members = [m for m in chosen.members if os.path.basename(m.path) == METADATA.encode()]
         members = [m for m in members if m.holding.file.facts.get("describes") == DCP]
         if len(members) == 1:
             return members[0]

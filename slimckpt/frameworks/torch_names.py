@@ -40,6 +40,9 @@ _NAMES = {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
         "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
     ),
+    f"{_CHECKPOINT}.planner": (
+        "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
+    ),
     "accelerate.state": ("AcceleratorState", "PartialState"),
     "accelerate.utils.dataclasses": ("DistributedType", "DynamoBackend"),
     "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),

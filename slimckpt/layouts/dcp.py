@@ -7,10 +7,11 @@ What ``.metadata`` says of a tensor is looked at when it is asked for; no other 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
-from slimckpt.errors import CheckFailedError, UnknownTensorError
+from slimckpt.errors import CheckFailedError, NotUnderstoodError, UnknownTensorError
 from slimckpt.formats.base import DCP
 from slimckpt.formats.dcp_metadata import METADATA, Item, Metadata, Whole, read_metadata
 from slimckpt.formats.safetensors import sharding_of
@@ -19,6 +20,7 @@ from slimckpt.layouts.layout import Box, Layout, Piece, Shard, TensorLayout
 from slimckpt.model import Span, encode_path
 
 _LISTED = 5
+_BUCKET = re.compile(r"(?:.*\.)?dp_group_idx_\d+\.gbuf_idx_\d+\..*", re.DOTALL)
 F = TypeVar("F", bound=File)
 
 
@@ -40,6 +42,25 @@ def dcp_layout(files: Sequence[File]) -> Layout | None:
         metadata = read_metadata(source)
     directory = encode_path(os.path.dirname(found.path))
     return Layout(_Recorded(metadata, directory), (), encode_path(found.path))
+
+
+def require_movable(names: Iterable[str], origin: str) -> None:
+    """No tensor is of the ranks that saved it, and means nothing to others.
+
+    Raises
+    ------
+    NotUnderstoodError
+        One is a bucket of Megatron's distributed optimizer, saved as ``dp_reshardable``: the
+        parameters of one tensor- and pipeline-parallel rank, end to end.
+    """
+    found = next((name for name in names if _BUCKET.fullmatch(name)), None)
+    if found is not None:
+        raise NotUnderstoodError(
+            f"tensor {found!a} of {origin} is a bucket of Megatron's distributed optimizer, saved"
+            " as dp_reshardable: the parameters of the tensor- and pipeline-parallel ranks that"
+            " saved it, which other ranks cannot be given; leave such tensors out"
+            " (skip=['*.gbuf_idx_*']), or have Megatron save fully_reshardable"
+        )
 
 
 def metadata_among(files: Sequence[F]) -> F | None:

@@ -18,7 +18,7 @@ How what frameworks do sits in it:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from slimckpt.model import Span
@@ -105,17 +105,25 @@ class Layout:
     ----------
     tensors
         By name. May be a lazy mapping that makes an entry (once), or raises what is wrong with it,
-        when it is asked for. Tensors that are not in it are outside the layout: of each rank its own.
+        when it is asked for. Tensors that are not in it are outside the layout: each rank has its
+        own.
     ranks
         The ranks it is for, in order; those that hold nothing too. Empty where files hold
         everything and no rank is known.
     origin
         Where it is from, as errors name it: ``strategy.ckpt``.
+    weights
+        Where the record says which whole tensors are the model's weights: by the names to give
+        them, which one each is, and the dtype to give it in.
+    local
+        Names of local tensors that are parts of whole ones, where ``tensors`` may refuse to say so.
     """
 
     tensors: Mapping[str, TensorLayout]
     ranks: tuple[int, ...]
     origin: str
+    weights: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    local: frozenset[str] = frozenset()
 
 
 def whole_box(shape: Shape) -> Box:

@@ -10,9 +10,12 @@ from slimckpt.errors import UsageError
 from slimckpt.formats.mindspore_parallel import is_strategy
 from slimckpt.formats.mindspore_strategy import Strategy, read_strategy
 from slimckpt.layouts.dcp import dcp_layout
+from slimckpt.layouts.deepspeed import deepspeed_layout
 from slimckpt.layouts.files import File
 from slimckpt.layouts.layout import Layout
+from slimckpt.layouts.megatron import megatron_layout
 from slimckpt.layouts.mindspore import StrategyRules, ranks_of
+from slimckpt.layouts.paddle import paddle_layout
 from slimckpt.layouts.placement import Rules
 from slimckpt.layouts.toml_rules import read_toml
 from slimckpt.model import encode_path, show_path
@@ -20,7 +23,12 @@ from slimckpt.model import encode_path, show_path
 LayoutLike = Layout | Rules | str | bytes | os.PathLike[str]
 """A layout, rules for one, or the path of a file (or a directory of strategy files) with rules."""
 
-READERS: tuple[Callable[[Sequence[File]], Layout | None], ...] = (dcp_layout,)
+READERS: tuple[Callable[[Sequence[File]], Layout | None], ...] = (
+    dcp_layout,
+    deepspeed_layout,
+    paddle_layout,
+    megatron_layout,
+)
 """Each is given the files of a step, and gives the layout that they record or ``None``. The first
 that gives one counts."""
 

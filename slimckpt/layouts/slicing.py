@@ -13,7 +13,7 @@ import numpy.typing as npt
 from slimckpt.errors import CheckFailedError, UnknownRankError
 from slimckpt.formats.mindspore_strategy import Groups
 from slimckpt.layouts.boxes import blocks_of
-from slimckpt.layouts.layout import Box, Shape, Shard, TensorLayout
+from slimckpt.layouts.layout import Box, Piece, Shape, Shard, TensorLayout, whole_box
 from slimckpt.layouts.mindspore import layout_of_tuple
 
 Array = npt.NDArray[Any]
@@ -39,11 +39,37 @@ def local_of(whole: Whole, shard: Shard, dtype: np.dtype[Any]) -> Array:
     return out
 
 
-def fill(out: Array, whole: Whole, shard: Shard) -> None:
-    """Put what ``whole`` has of a shard into the local tensor ``out``, C-contiguous."""
+def fill(out: Array, whole: Whole, shard: Shard, start: int = 0) -> None:
+    """Put what ``whole`` has of a shard into ``out``, which is C-contiguous and of any shape: the
+    elements of the local tensor from ``start`` on, in C order. What is padding is left alone."""
+    flat = out.reshape(-1)
+    stop = start + flat.size
+    runs = blocks_of(Piece(whole_box(shard.shape), 0, (start, stop)))
     for piece in shard.pieces:
         for box, at in blocks_of(piece):
-            block_in(out, box.lengths, at)[...] = whole[_key(box)]
+            if isinstance(at, int):
+                first, last = max(at, start), min(at + math.prod(box.lengths), stop)
+                for part, there in blocks_of(Piece(box, first - start, (first - at, last - at))):
+                    assert isinstance(there, int)
+                    found = whole[_key(part)]
+                    flat[there : there + found.size] = found.reshape(-1)
+                continue
+            extra = len(at) - len(box.lengths)
+            ends = (1,) * extra + box.lengths
+            for run, before in runs:
+                low = tuple(map(max, at, run.offsets))
+                high = tuple(min(a + n, b + m) for a, n, b, m in zip(at, ends, *run, strict=True))
+                sizes = tuple(b - a for a, b in zip(low, high, strict=True))
+                if min(sizes, default=1) <= 0:
+                    continue
+                assert isinstance(before, int)
+                room = flat[before : before + math.prod(run.lengths)].reshape(run.lengths)
+                inside = zip(low[extra:], at[extra:], box.offsets, strict=True)
+                offsets = tuple(a - b + c for a, b, c in inside)
+                there_at = tuple(a - b for a, b in zip(low, run.offsets, strict=True))
+                block_in(room, sizes[extra:], there_at)[...] = whole[
+                    _key(Box(offsets, sizes[extra:]))
+                ]
 
 
 def block_in(local: Array, lengths: Shape, at: Shape | int) -> Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import translate
 from itertools import pairwise, permutations, product
 from typing import NamedTuple
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from slimckpt.analysis.roles import role_of
+from slimckpt.errors import SlimckptError
 from slimckpt.layouts.layout import Holder, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.placement import Placement
 from slimckpt.layouts.splits import RULES, How, Split
@@ -40,7 +41,16 @@ class _Axis(NamedTuple):
 
 
 def to_toml(layout: Layout) -> str:
-    """A layout as rules, which :func:`~slimckpt.layouts.toml_rules.read_toml` reads."""
+    """A layout as rules, which :func:`~slimckpt.layouts.toml_rules.read_toml` reads. Tensors whose
+    layout is refused stand in comments."""
+    made: dict[str, TensorLayout] = {}
+    refused: dict[str, SlimckptError] = {}
+    for name in layout.tensors:
+        try:
+            made[name] = layout.tensors[name]
+        except SlimckptError as error:
+            refused[name] = error
+    layout = Layout(made, layout.ranks, layout.origin)
     held = _Ranks(layout)
     axes: dict[str, tuple[_Axis, ...] | None] = {}
     known: dict[tuple[int, Shape], tuple[_Axis, ...] | None] = {}
@@ -57,17 +67,23 @@ def to_toml(layout: Layout) -> str:
         if key not in done:
             done[key] = held.placement(tensor, axes[name], strides)
         placed.setdefault(done[key], []).append(name)
-    return "".join(_lines(layout, strides, placed))
+    return "".join(_lines(layout, strides, placed, refused))
 
 
 class _Ranks:
-    """The ranks of a layout; files count as the rank that their path states."""
+    """The ranks of a layout; files count as the rank that their path states, or, of so many files
+    as there are ranks, in the order of the coordinates that paths state."""
 
     def __init__(self, layout: Layout) -> None:
         self._by_files = not layout.ranks
         self._of_path: dict[str, int] = {}
         if layout.ranks:
             self.count = layout.ranks[-1] + 1
+            shards = (shard for tensor in layout.tensors.values() for shard in tensor.shards)
+            paths = {shard.holder for shard in shards if isinstance(shard.holder, str)}
+            if len(paths) == len(layout.ranks):
+                in_order = sorted(paths, key=_coordinates)
+                self._of_path = dict(zip(in_order, layout.ranks, strict=True))
             return
         for tensor in layout.tensors.values():
             for shard in tensor.shards:
@@ -86,7 +102,7 @@ class _Ranks:
         runs: dict[int, list[list[Run]]] = {}
         for shard in tensor.shards:
             axes = _runs(shard)
-            if axes is None or shard.name:
+            if axes is None:
                 return None
             if axes or not shard.shape:
                 runs[self._rank(shard.holder)] = axes
@@ -147,12 +163,19 @@ class _Ranks:
         except ValueError:
             return False
         if not self._by_files:
-            wanted = {(s.holder, s.shape, tuple(sorted(s.pieces))) for s in tensor.shards}
+            held = ((self._rank(s.holder), s.shape, s.pieces) for s in tensor.shards)
+            wanted = {(rank, shape, tuple(sorted(pieces))) for rank, shape, pieces in held}
             return wanted == {(s.holder, s.shape, tuple(sorted(s.pieces))) for s in shards}
         given = {(s.holder, piece.box) for s in shards for piece in s.pieces}
         boxes = {(self._rank(s.holder), p.box) for s in tensor.shards for p in s.pieces}
         boxes = {found for found in boxes if 0 not in found[1].lengths}
         return boxes <= given and {box for _, box in boxes} == {box for _, box in given}
+
+
+def _coordinates(path: str) -> tuple[int | str, ...]:
+    """A sort key by which ranks vary fastest along tensor parallelism."""
+    coords = role_of(decode_path(path)).coords
+    return (*(coords.get(name, 0) for name in ("pp", "ep", "dp", "tp")), path)
 
 
 def _runs(shard: Shard) -> list[list[Run]] | None:
@@ -237,7 +260,10 @@ def _as_split(axis: _Axis, how: How, strides: Sequence[int]) -> Split:
 
 
 def _lines(
-    layout: Layout, strides: Sequence[int], placed: dict[Placement | None, list[str]]
+    layout: Layout,
+    strides: Sequence[int],
+    placed: dict[Placement | None, list[str]],
+    refused: Mapping[str, SlimckptError],
 ) -> Iterator[str]:
     names = ["rank"] if len(strides) <= 2 else [f"axis{n}" for n in range(len(strides) - 1)]
     yield f"# {layout.origin}\n# Ranks vary fastest along the last axis; rename the axes freely.\n"
@@ -263,6 +289,9 @@ def _lines(
             if number:
                 yield "[[rule.then]]\n"
             yield from _split_lines(split, names)
+    if refused:
+        yield "\n# Refused:\n"
+        yield from (f"#   {_quoted(name)}: {_quoted(str(why))}\n" for name, why in refused.items())
     yield '\n# What is not named above: of each rank its own.\n[[rule]]\nmatch = "*"\n'
     yield "per_rank = true\n"
 

@@ -13,7 +13,7 @@ import numpy as np
 from slimckpt import effects
 from slimckpt.analysis.dropping import dropped_tensors
 from slimckpt.errors import UnfaithfulSourceError
-from slimckpt.model import Span, show_path
+from slimckpt.model import Span, Stat, show_path
 from slimckpt.progress import Progress
 from slimckpt.rewrite.access import Access, Guard, protect
 from slimckpt.rewrite.plan import MAX_LINKS, PlannedPart
@@ -287,29 +287,11 @@ class _Builder:
 
     def _check(self, containers: Sequence[Container]) -> None:
         """Read back from the disk all that was written, and compare it with what was meant."""
-        paths = [draft.path for draft in self.drafts]
         wholes = [(n, os.path.join(self.work, name)) for n, name in self.plan.whole.items()]
-        for _ in run_units(self.executor, sync_file, paths + [path for _, path in wholes]):
+        for _ in run_units(self.executor, sync_file, [path for _, path in wholes]):
             pass
-        self.progress.start("checking", sum(c.nbytes for c in containers))
-        for draft, container, planned in zip(
-            self.drafts, containers, self.plan.containers, strict=True
-        ):
-            stored = Digests([b.nbytes for b in draft.bodies])
-            spans = [
-                (row, (Span(offset, body.nbytes),))
-                for row, (body, offset) in enumerate(
-                    zip(draft.bodies, draft.body_offsets, strict=True)
-                )
-            ]
-            units = units_of(draft.path, show_path(draft.name), spans)
-            stored.fill(self.executor, units, self.progress.advance)
-            wanted = b"".join(body.digest for body in draft.bodies)
-            if stored.digests.tobytes() != wanted or not stored.known.all():
-                raise _differs(draft.name)
-            indexes = [self.index_data[n] for n in planned.indexes]
-            if draft.structure_digest() != container.structure or not draft.holds(indexes):
-                raise _differs(draft.name)
+        indexes = [[self.index_data[n] for n in p.indexes] for p in self.plan.containers]
+        check_containers(self.drafts, containers, indexes, self.executor, self.progress)
         kept = Digests(self.bodies.sizes)
         whole_units = (
             unit
@@ -346,16 +328,56 @@ class _Builder:
                 len(e.dropped) for p in parts for e in p.files if e.origin == "file"
             ),
         }
-        readable = 0o600 | (0o040 if root.mode & 0o010 else 0) | (0o004 if root.mode & 0o001 else 0)
+        readable = readable_mode(root)
         write_manifests(self.work, parts, totals, readable)
-        for directory, _, names in os.walk(self.work):
-            # Directories of the store are as open as the source's root, and keep its group.
-            mode = (root.mode & 0o2777) | 0o700
-            protect(directory, Access(mode, root.uid, root.gid))
-            for name in names:
-                if directory == self.work or directory.endswith(b"/parts"):
-                    path = os.path.join(directory, name)
-                    protect(path, Access(readable, root.uid, root.gid))
+        protect_directories(self.work, root, readable)
+
+
+def check_containers(
+    drafts: Sequence[Draft],
+    containers: Sequence[Container],
+    indexes: Sequence[Sequence[bytes]],
+    executor: Executor,
+    progress: Progress,
+) -> None:
+    """Read containers back from the disk, and compare them with what was meant.
+
+    Raises
+    ------
+    UnfaithfulSourceError
+        They differ.
+    """
+    for _ in run_units(executor, sync_file, [draft.path for draft in drafts]):
+        pass
+    progress.start("checking", sum(container.nbytes for container in containers))
+    for draft, container, data in zip(drafts, containers, indexes, strict=True):
+        stored = Digests([body.nbytes for body in draft.bodies])
+        spans = [
+            (row, (Span(offset, body.nbytes),))
+            for row, (body, offset) in enumerate(zip(draft.bodies, draft.body_offsets, strict=True))
+        ]
+        units = units_of(draft.path, show_path(draft.name), spans)
+        stored.fill(executor, units, progress.advance)
+        wanted = b"".join(body.digest for body in draft.bodies)
+        if stored.digests.tobytes() != wanted or not stored.known.all():
+            raise _differs(draft.name)
+        if draft.structure_digest() != container.structure or not draft.holds(data):
+            raise _differs(draft.name)
+
+
+def protect_directories(work: bytes, root: Stat, readable: int) -> None:
+    """Directories of the store are as open as the source's root, and keep its group; manifests
+    have the mode ``readable``."""
+    for directory, _, names in os.walk(work):
+        protect(directory, Access((root.mode & 0o2777) | 0o700, root.uid, root.gid))
+        for name in names:
+            if directory == work or directory.endswith(b"/parts"):
+                protect(os.path.join(directory, name), Access(readable, root.uid, root.gid))
+
+
+def readable_mode(root: Stat) -> int:
+    """The mode of manifests: who may list the source's root may read them."""
+    return 0o600 | (0o040 if root.mode & 0o010 else 0) | (0o004 if root.mode & 0o001 else 0)
 
 
 def _differs(name: bytes) -> UnfaithfulSourceError:

@@ -160,8 +160,8 @@ def _replica_sets(bodies: Bodies, sharing: Sharing, codes: Codes) -> dict[str, l
     titled: dict[tuple[str, bool], dict[str, list[int]]] = {}
     for (members, optimizer), found in sets.items():
         roles = [bodies.catalog.files[m].role for m in members]
-        scope = titled.setdefault((_scope(roles), optimizer), {})
-        scope.setdefault(_ranks(roles), []).extend(found)
+        scope = titled.setdefault((scope_title(roles), optimizer), {})
+        scope.setdefault(ranks_title(roles), []).extend(found)
     joined: dict[str, list[int]] = {}
     for (scope_name, optimizer), scope in titled.items():
         small = [ranks for ranks, found in scope.items() if bodies.nbytes[found].sum() < SMALL_SET]
@@ -174,7 +174,8 @@ def _replica_sets(bodies: Bodies, sharing: Sharing, codes: Codes) -> dict[str, l
     return joined
 
 
-def _scope(roles: Iterable[Role]) -> str:
+def scope_title(roles: Iterable[Role]) -> str:
+    """What a container of some files is called by their steps."""
     steps = {(role.run, role.step) for role in roles}
     if len(steps) > 1:
         return "steps"
@@ -182,7 +183,8 @@ def _scope(roles: Iterable[Role]) -> str:
     return "" if step is None else f"step-{step}"
 
 
-def _ranks(roles: Iterable[Role]) -> str:
+def ranks_title(roles: Iterable[Role]) -> str:
+    """What a container of some files is called by their ranks."""
     ranks = {role.rank for role in roles if role.rank is not None}
     return f"ranks-{compact_ranks(ranks)}" if ranks else ""
 

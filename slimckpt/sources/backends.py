@@ -17,8 +17,6 @@ from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,7 +24,9 @@ import numpy as np
 from slimckpt.errors import ClosedError, DamagedFileError, SlimckptError, UsageError
 from slimckpt.model import Bytes, Span, show_path
 from slimckpt.sources.digest import reusable_buffer
+from slimckpt.sources.files import Files
 from slimckpt.sources.positioned import read_spans_into
+from slimckpt.sources.threads import READERS, share_out
 
 log = logging.getLogger(__name__)
 
@@ -35,33 +35,9 @@ BackendName = Literal["mmap", "pread"]
 MAP_PRIVATE_FROM = 1024 * 1024
 """Private memory of fewer bytes is a plain copy: a process has only so many mappings (65,530)."""
 WARM = 4 * 1024 * 1024
-"""On network file systems pages are brought in by reads of this many bytes."""
+"""Pages are brought into the page cache by reads of at most this many bytes."""
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module has it from Python 3.13 on
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
-_NETWORK = frozenset(
-    [
-        "9p",
-        "afs",
-        "beegfs",
-        "ceph",
-        "cifs",
-        "coda",
-        "gfs2",
-        "gpfs",
-        "lustre",
-        "ncpfs",
-        "nfs",
-        "nfs4",
-        "ocfs2",
-        "orangefs",
-        "panfs",
-        "pvfs2",
-        "smb3",
-        "smbfs",
-        "virtiofs",
-        "wekafs",
-    ]
-)
 
 
 class Backend(ABC):
@@ -71,10 +47,15 @@ class Backend(ABC):
     ----------
     damaged
         The error to raise for a file that is not what it is expected to be.
+    files
+        How files are opened.
     """
 
-    def __init__(self, damaged: type[SlimckptError] = DamagedFileError) -> None:
+    def __init__(
+        self, damaged: type[SlimckptError] = DamagedFileError, files: Files | None = None
+    ) -> None:
         self.damaged = damaged
+        self.files = files or Files()
         self.closed = False
 
     @abstractmethod
@@ -103,9 +84,37 @@ class Backend(ABC):
         to cost memory."""
         return None
 
+    def read_into(self, path: bytes, offset: int, memory: Bytes, expected_size: int) -> None:
+        """Fill ``memory`` with the bytes at ``offset``, by several threads where it is large.
+
+        Errors are those of :meth:`view`.
+        """
+        self._check(path, offset, len(memory), expected_size)
+        if not len(memory):
+            return
+        with self.opened(path, expected_size) as fd:
+
+            def read(at: int) -> None:
+                part = memory.data[at : at + WARM]
+                read_spans_into(fd, [Span(offset + at, len(part))], part, show_path(path))
+
+            blocks = range(0, len(memory), WARM)
+            share_out(read, blocks, min(READERS, len(blocks)))
+
+    def warm(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> None:
+        """Read at most :data:`WARM` bytes into the page cache, and nowhere else.
+
+        Errors are those of :meth:`view`.
+        """
+        self._check(path, offset, nbytes, expected_size)
+        with self.opened(path, expected_size) as fd:
+            span = Span(offset, nbytes)
+            read_spans_into(fd, [span], reusable_buffer(nbytes), show_path(path))
+
     def close(self) -> None:
         """Let go of all files. Arrays handed out stay valid."""
         self.closed = True
+        self.files.close()
 
     def require_open(self) -> None:
         if self.closed:
@@ -120,11 +129,13 @@ class Backend(ABC):
             )
 
     @contextmanager
-    def _opened(self, path: bytes, expected_size: int) -> Iterator[int]:
+    def opened(self, path: bytes, expected_size: int) -> Iterator[int]:
         """A descriptor of the file, its length checked."""
         try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = self.files.open(path, expected_size)
         except OSError as error:
+            if isinstance(error, SlimckptError):
+                raise
             raise self.damaged(f"{show_path(path)}: {error.strerror}") from None
         try:
             found = os.fstat(fd)
@@ -144,9 +155,7 @@ class Backend(ABC):
 
     def _read(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> Bytes:
         memory = np.empty(nbytes, np.uint8)
-        if nbytes:
-            with self._opened(path, expected_size) as fd:
-                read_spans_into(fd, [Span(offset, nbytes)], memory.data, show_path(path))
+        self.read_into(path, offset, memory, expected_size)
         return memory
 
 
@@ -175,8 +184,10 @@ class MmapBackend(Backend):
     behind its end, as with any mapping.
     """
 
-    def __init__(self, damaged: type[SlimckptError] = DamagedFileError) -> None:
-        super().__init__(damaged)
+    def __init__(
+        self, damaged: type[SlimckptError] = DamagedFileError, files: Files | None = None
+    ) -> None:
+        super().__init__(damaged, files)
         self._lock = threading.Lock()
         self._files: dict[bytes, Bytes | None] = {}
         self._warm: set[tuple[bytes, int]] = set()
@@ -189,15 +200,14 @@ class MmapBackend(Backend):
         mapped = self._whole(path, expected_size)
         if mapped is None:
             return _frozen(self._read(path, offset, nbytes, expected_size))
-        self._bring_in(path, offset, nbytes)
+        self._bring_in(path, offset, nbytes, expected_size)
         return mapped[offset : offset + nbytes]
 
     def mapped(self, path: bytes, expected_size: int) -> Bytes | None:
         """All bytes of a file, unless it is on a network: there ranges are brought in first."""
         self.require_open()
-        if on_network(os.path.dirname(path)):
-            return None
-        return self._whole(path, expected_size)
+        found = self._whole(path, expected_size)
+        return None if self.files.far(path) else found
 
     def private(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> Bytes:
         self._check(path, offset, nbytes, expected_size)
@@ -207,20 +217,22 @@ class MmapBackend(Backend):
         pages = self._private_pages(path, start, offset + nbytes - start, expected_size)
         if pages is None:
             return self._read(path, offset, nbytes, expected_size)
-        self._bring_in(path, offset, nbytes)
+        self._bring_in(path, offset, nbytes, expected_size)
         return np.frombuffer(pages, np.uint8, nbytes, offset - start)
 
     def mapped_private(self, path: bytes, expected_size: int) -> Bytes | None:
         self.require_open()
-        if not expected_size or on_network(os.path.dirname(path)):
+        if not expected_size:
             return None
         pages = self._private_pages(path, 0, expected_size, expected_size)
-        return None if pages is None else np.frombuffer(pages, np.uint8)
+        if pages is None or self.files.far(path):
+            return None
+        return np.frombuffer(pages, np.uint8)
 
     def _private_pages(
         self, path: bytes, start: int, nbytes: int, expected_size: int
     ) -> mmap.mmap | None:
-        with self._opened(path, expected_size) as fd:
+        with self.opened(path, expected_size) as fd:
             try:
                 return _mmap(fd, nbytes, mmap.ACCESS_COPY, start)
             except (OSError, ValueError) as error:
@@ -242,7 +254,7 @@ class MmapBackend(Backend):
         return mapped
 
     def _map(self, path: bytes, expected_size: int) -> Bytes | None:
-        with self._opened(path, expected_size) as fd:
+        with self.opened(path, expected_size) as fd:
             try:
                 mapped = _mmap(fd, expected_size, mmap.ACCESS_READ)
             except (OSError, ValueError) as error:
@@ -260,25 +272,27 @@ class MmapBackend(Backend):
                 error,
             )
 
-    def _bring_in(self, path: bytes, offset: int, nbytes: int) -> None:
+    def warm(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> None:
+        if not self.files.far(path):
+            return super().warm(path, offset, nbytes, expected_size)
+        self._check(path, offset, nbytes, expected_size)
+        self._bring_in(path, offset, nbytes, expected_size)
+
+    def _bring_in(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> None:
         """Read the blocks around a range once, so that faults on its pages need no network."""
         blocks = range(offset // WARM, -(-(offset + nbytes) // WARM))
-        if not on_network(os.path.dirname(path)):
+        if not self.files.far(path):
             return
         cold = [block for block in blocks if (path, block) not in self._warm]
         if not cold:
             return
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        try:
-            os.posix_fadvise(
-                fd, cold[0] * WARM, (cold[-1] + 1 - cold[0]) * WARM, os.POSIX_FADV_WILLNEED
-            )
-            buffer = reusable_buffer(WARM)
-            for block in cold:
-                os.preadv(fd, [buffer], block * WARM)
+        with self.opened(path, expected_size) as fd:
+
+            def read(block: int) -> None:
+                os.preadv(fd, [reusable_buffer(WARM)], block * WARM)
                 self._warm.add((path, block))
-        finally:
-            os.close(fd)
+
+            share_out(read, cold, min(READERS, len(cold)))
 
 
 class CopyOnWrite:
@@ -313,44 +327,16 @@ class CopyOnWrite:
 
 
 def make_backend(
-    name: BackendName | None, damaged: type[SlimckptError] = DamagedFileError
+    name: BackendName | None,
+    damaged: type[SlimckptError] = DamagedFileError,
+    files: Files | None = None,
 ) -> Backend:
     """The backend of that name; by default the one that maps."""
     if name in (None, "mmap"):
-        return MmapBackend(damaged)
+        return MmapBackend(damaged, files)
     if name == "pread":
-        return PreadBackend(damaged)
+        return PreadBackend(damaged, files)
     raise UsageError(f"there is no backend {name!r}; there are 'mmap' and 'pread'")
-
-
-@lru_cache(maxsize=1024)
-def on_network(directory: bytes) -> bool:
-    """Whether a directory lies on a network file system (NFS, SMB, Lustre, FUSE and the like)."""
-    try:
-        device = os.stat(directory).st_dev
-    except OSError:
-        return False
-    number = f"{os.major(device)}:{os.minor(device)}"
-    return any(kind == number and is_network(name) for kind, name in _mounts())
-
-
-def is_network(filesystem: str) -> bool:
-    """Whether a type of file system, as the kernel names it, reads over a network."""
-    return filesystem in _NETWORK or filesystem == "fuse" or filesystem.startswith("fuse.")
-
-
-def _mounts() -> list[tuple[str, str]]:
-    """Device number and type of each mount."""
-    try:
-        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return []
-    found = []
-    for line in lines:
-        left, _, right = line.partition(" - ")
-        if right and len(left.split()) > 2:
-            found.append((left.split()[2], right.split()[0]))
-    return found
 
 
 def _mmap(fd: int, nbytes: int, access: int, offset: int = 0) -> mmap.mmap:

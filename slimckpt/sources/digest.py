@@ -46,6 +46,25 @@ def digest_of(data: Any) -> bytes:
     return digest_of_blocks(len(view), blocks)
 
 
+def digest_of_chunks(chunks: Iterable[Any]) -> tuple[int, bytes, bytes]:
+    """Length, digest and block digests (as :meth:`Digests.blocks_of` has them) of bytes that come
+    in pieces, each a contiguous buffer."""
+    nbytes, filled, blocks, hasher = 0, 0, [], blake3()
+    for chunk in chunks:
+        view = memoryview(chunk).cast("B")
+        while view:
+            part = view[: BLOCK - filled]
+            hasher.update(part)
+            view, filled, nbytes = view[len(part) :], filled + len(part), nbytes + len(part)
+            if filled == BLOCK:
+                blocks.append(hasher.digest())
+                filled, hasher = 0, blake3()
+    if filled or not blocks:
+        blocks.append(hasher.digest())
+    joined = b"".join(blocks)
+    return nbytes, digest_of_blocks(nbytes, joined), joined if nbytes > BLOCK else b""
+
+
 class Piece(NamedTuple):
     """Part of one body to hash: whole blocks of it, or all of it. ``row`` is the caller's."""
 

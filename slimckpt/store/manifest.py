@@ -149,11 +149,12 @@ class PartName:
 
 @dataclass(slots=True)
 class Root:
-    """The root manifest."""
+    """The root manifest. ``digest`` is its own, of one that was read."""
 
     parts: list[PartName]
     totals: dict[str, int]
     extras: dict[str, dict[str, Any]]
+    digest: str = ""
 
     def pack(self) -> bytes:
         parts = [
@@ -186,7 +187,7 @@ class Root:
             ]
             for part in parts:
                 safe_path(part.name)
-            return Root(parts, raw["totals"], raw["extras"])
+            return Root(parts, raw["totals"], raw["extras"], found)
         except (KeyError, TypeError, ValueError) as error:
             raise StoreDamagedError(f"{label}: not a root manifest: {error!r}") from None
 

@@ -20,6 +20,7 @@ class SplicedSource:
         self.label = entry.file.label
         self.size = entry.file.size
         self._store = store
+        self._containers = part.containers
         self._runs = store.runs(part, entry, index)
         self._starts = [run.at for run in self._runs]
         self._fds: dict[bytes, int] = {}
@@ -62,18 +63,24 @@ class SplicedSource:
         DroppedTensorError
             Some of them were dropped.
         """
-        pieces = self._pieces(offset, nbytes)
+        pieces = self.pieces(offset, nbytes)
         found = bytearray(nbytes)
         self._gather(pieces, memoryview(found))
         return bytes(found)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Fill ``buffer`` with the bytes at ``offset``, as :meth:`read` would; from any thread."""
-        self._gather(self._pieces(offset, len(buffer)), buffer)
+        self._gather(self.pieces(offset, len(buffer)), buffer)
 
-    def _pieces(self, offset: int, nbytes: int) -> list[tuple[bytes | None, int, int]]:
+    def pieces(self, offset: int, nbytes: int) -> list[tuple[bytes | None, int, int]]:
         """Where bytes of the source file are: ``(file of the store, offset, nbytes)`` as in a
-        :class:`~slimckpt.store.reader.Run`."""
+        :class:`~slimckpt.store.reader.Run`.
+
+        Raises
+        ------
+        DroppedTensorError
+            Some of them were dropped.
+        """
         if offset < 0 or nbytes < 0 or offset + nbytes > self.size:
             raise DamagedFileError(
                 f"{self.label}: bytes {offset} to {offset + nbytes} are asked for, but the file"
@@ -113,6 +120,9 @@ class SplicedSource:
 
     def _fd(self, name: bytes) -> int:
         if name not in self._fds:
+            for container in self._containers:
+                if container.name == name:
+                    self._store.check_size(name, container.nbytes)
             fd = self._store.open_file(name)
             if self._fds.setdefault(name, fd) != fd:  # another thread was faster
                 os.close(fd)

@@ -18,7 +18,7 @@ from slimckpt.errors import (
     SlimckptError,
     StoreDamagedError,
 )
-from slimckpt.model import FLOOR, RAW, Bytes, Tensor
+from slimckpt.model import FLOOR, HOME_PAYLOAD, RAW, Bytes, Tensor
 from slimckpt.sources.backends import Backend, CopyOnWrite
 from slimckpt.store.reader import NOWHERE
 from slimckpt.views.providers import Holding, Stretch
@@ -50,11 +50,10 @@ class Arrays:
 
     def array(self, holding: Holding, row: int) -> Array:
         """A tensor, as numpy has it; packed dtypes as ``uint8``."""
-        tensor, dtype, shape = typed(holding, row)
-        count = math.prod(shape)
+        tensor, dtype, shape = described(holding, row)
         low, high, strides = _extent(holding, tensor, shape, dtype.itemsize)
         try:
-            if count == 0:
+            if 0 in shape:
                 return self._finished(np.empty(shape, dtype))
             if tensor.fill is not None:
                 return self._filled(holding, row, tensor, shape, dtype)
@@ -74,27 +73,21 @@ class Arrays:
             return self._finished(found.copy())
         return found
 
-    def part(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes:
-        """Bytes ``start`` to ``stop`` of the stream of a tensor's payload, as they are stored.
+    def pieces(self, holding: Holding, row: int, check: bool) -> list[Stretch]:
+        """Where the bytes are that an array is made of, in stream order; nothing where none are.
 
-        Where it lies in several pieces, these alone are copied.
+        Of an encoded tensor, all that must be decoded. Without ``check`` they need not be sound.
         """
-        data = self._stored(holding, tensor, start, stop)
-        return np.full(stop - start, data, np.uint8) if isinstance(data, int) else data
-
-    def rows(self, holding: Holding, row: int, first: int, last: int) -> Array:
-        """Rows ``first`` to before ``last`` of a tensor that has at least one axis.
-
-        Where it lies in several pieces, these alone are copied.
-        """
-        tensor, dtype, shape = typed(holding, row)
-        whole = tensor.encoding != RAW or tensor.strides is not None or tensor.payload is None
-        if whole or self.writable or len(_stretches(holding, tensor)) < 2:
-            return self.array(holding, row)[first:last]
-        each = tensor.nbytes // shape[0]
-        at = tensor.offset
-        data = self.part(holding, tensor, at + first * each, at + last * each)
-        return data.view(dtype).reshape(last - first, *shape[1:])
+        tensor, dtype, shape = described(holding, row)
+        if tensor.nbytes == 0 or tensor.fill is not None:
+            return []
+        stretches = _stretches(holding, tensor, check)
+        if tensor.encoding != RAW:
+            return stretches
+        low, high, _ = _extent(holding, tensor, shape, dtype.itemsize)
+        start, stop = tensor.offset + low, tensor.offset + high
+        _check_inside(holding, tensor, start, stop, sum(s.nbytes for s in stretches))
+        return list(_cut(stretches, start, stop))
 
     def raw(self, holding: Holding, row: int) -> bytes:
         """The bytes of a tensor of any type, in C order, as the file stores them."""
@@ -114,9 +107,9 @@ class Arrays:
         a, b = tensor_of(*one), tensor_of(*other)
         if not alike(a, b) or a.nbytes != b.nbytes:
             return False
-        by_digest = same_digest(one, other)
-        if by_digest is not None:
-            return by_digest
+        digests = digest_of(*one), digest_of(*other)
+        if None not in digests:
+            return digests[0] == digests[1]
         if not is_readable(a.dtype):
             return self.raw(*one) == self.raw(*other)
         reader = self if not self.writable else Arrays(self.backend, False)
@@ -237,38 +230,20 @@ def tensor_of(holding: Holding, row: int) -> Tensor:
     return tensor
 
 
-def typed(holding: Holding, row: int) -> tuple[Tensor, np.dtype[Any], tuple[int, ...]]:
-    """A row as a tensor, and dtype and shape of its array.
-
-    Raises
-    ------
-    OpaqueTensorError
-        It is not an array.
-    """
-    tensor = tensor_of(holding, row)
-    if not is_readable(tensor.dtype):
-        raise OpaqueTensorError(
-            f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
-            " raw(name) gives its bytes"
-        )
-    dtype = numpy_dtype(tensor.dtype, tensor.big_endian)
-    shape = packed_shape(tensor)
-    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != tensor.nbytes:
-        raise holding.damaged(
-            f"{_name(holding, tensor)}: {tensor.dtype} {_show(tensor.shape)} does not take the"
-            f" {tensor.nbytes} bytes that are recorded"
-        )
-    return tensor, dtype, shape
-
-
-def same_digest(one: tuple[Holding, int], other: tuple[Holding, int]) -> bool | None:
-    """Whether two tensors that are alike have one digest; ``None`` where that is not known."""
-    a, b = tensor_of(*one), tensor_of(*other)
-    if not (_whole(one[0], a) and _whole(other[0], b)):
-        return None
-    assert a.payload is not None and b.payload is not None
-    digests = one[0].digest(a.payload), other[0].digest(b.payload)
-    return None if None in digests else digests[0] == digests[1]
+def digest_of(holding: Holding, row: int) -> bytes | None:
+    """The digest of a tensor's bytes, where it is known."""
+    table = holding.table
+    columns = table.columns
+    payload = int(columns["home_row"][row])
+    is_payload = (
+        columns["home"][row] == HOME_PAYLOAD
+        and 0 <= payload < table.n_payloads
+        and columns["offset"][row] == 0
+        and columns["nbytes"][row] == columns["payload_nbytes"][payload]
+        and table.encodings[columns["encoding"][row]] == RAW
+        and columns["stride_end"][row] == (columns["stride_end"][row - 1] if row else 0)
+    )
+    return holding.digest(payload) if is_payload else None
 
 
 def equal_bytes(one: Array, other: Array) -> bool:
@@ -289,6 +264,24 @@ def equal_bytes(one: Array, other: Array) -> bool:
     return all(
         np.array_equal(a[at : at + _CHUNK], b[at : at + _CHUNK]) for at in range(0, len(a), _CHUNK)
     )
+
+
+def described(holding: Holding, row: int) -> tuple[Tensor, np.dtype[Any], tuple[int, ...]]:
+    """A tensor, and the dtype and shape of its array."""
+    tensor = tensor_of(holding, row)
+    if not is_readable(tensor.dtype):
+        raise OpaqueTensorError(
+            f"{holding.label}: {tensor.name!a} is of type {tensor.dtype}, not an array;"
+            " raw(name) gives its bytes"
+        )
+    dtype = numpy_dtype(tensor.dtype, tensor.big_endian)
+    shape = packed_shape(tensor)
+    if min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != tensor.nbytes:
+        raise holding.damaged(
+            f"{_name(holding, tensor)}: {tensor.dtype} {_show(tensor.shape)} does not take the"
+            f" {tensor.nbytes} bytes that are recorded"
+        )
+    return tensor, dtype, shape
 
 
 def is_readable(dtype: str) -> bool:
@@ -333,12 +326,13 @@ def _extent(
     return low * itemsize, (high + 1) * itemsize, tuple(s * itemsize for s in strides)
 
 
-def _stretches(holding: Holding, tensor: Tensor) -> list[Stretch]:
+def _stretches(holding: Holding, tensor: Tensor, check: bool = True) -> list[Stretch]:
     """Where a tensor's payload is, neighbours joined; an error about it names the tensor."""
     if tensor.payload is None:
         raise holding.damaged(f"{_name(holding, tensor)} has elements but no bytes")
     try:
-        found = holding.stretches(tensor.payload)
+        find = holding.stretches if check else holding.located
+        found = find(tensor.payload)
     except StoreDamagedError as error:
         raise StoreDamagedError(f"tensor {tensor.name!a}: {error}") from None
     except (IndexError, ValueError) as error:
@@ -387,17 +381,6 @@ def _check_inside(holding: Holding, tensor: Tensor, start: int, stop: int, nbyte
         raise holding.damaged(
             f"{_name(holding, tensor)} takes bytes {start} to {stop} of a payload of {nbytes}"
         )
-
-
-def _whole(holding: Holding, tensor: Tensor) -> bool:
-    """Whether a tensor is its payload, so that the digest of the one is that of the other."""
-    return (
-        tensor.payload is not None
-        and tensor.encoding == RAW
-        and tensor.strides is None
-        and tensor.offset == 0
-        and tensor.nbytes == int(holding.table.payload_nbytes[tensor.payload])
-    )
 
 
 def _frozen(memory: Bytes) -> Bytes:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import product
-from typing import NamedTuple
+from itertools import chain, product
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from slimckpt.errors import CheckFailedError, UnknownRankError, UnknownTensorError, UsageError
+from slimckpt.layouts.dcp import metadata_among, sharded
 from slimckpt.layouts.layout import Holder, Layout, TensorLayout
 from slimckpt.layouts.placement import Inference, Rules, Typed
+from slimckpt.layouts.recorded import LayoutLike, given, recorded
 from slimckpt.layouts.toml_rules import TomlRules
 from slimckpt.model import compact_ranks
 from slimckpt.views.arrays import is_readable
 from slimckpt.views.mapping import TensorView
+from slimckpt.views.providers import Member
+
+if TYPE_CHECKING:
+    from slimckpt.views.checkpoint import Step
 
 
 class Bound(NamedTuple):
@@ -21,6 +28,64 @@ class Bound(NamedTuple):
     layout: Layout
     view_of: Callable[[Holder], TensorView]
     ranks: tuple[int, ...]
+
+
+class NoLayoutError(UsageError):
+    """A step records no layout, and none was given."""
+
+
+def bind(step: Step, layout: LayoutLike | None, members: Sequence[Member], what: str) -> Bound:
+    """A layout bound to a step.
+
+    Parameters
+    ----------
+    step
+        The step.
+    layout
+        As in :meth:`~slimckpt.views.Step.layout`.
+    members
+        Its files.
+    what
+        What errors call it.
+
+    Raises
+    ------
+    NoLayoutError
+        None is given, and the step records none.
+    """
+    found = _recorded(step, members) if layout is None else given(layout)
+    if found is None:
+        raise NoLayoutError(
+            f"{what} records no layout that describes whole tensors (metadata of"
+            " torch.distributed.checkpoint, strategy files of MindSpore); give one (layout=…)"
+        )
+    if isinstance(found, Rules):
+        return bind_rules(found, step.ranks, step.coords, step.rank, what)
+
+    def view_of(holder: Holder) -> TensorView:
+        return step.rank(holder) if isinstance(holder, int) else step.files[holder]
+
+    planned = metadata_among(members) is not None or bool(sharded(members))
+    return Bound(found, view_of, () if planned else step.ranks)
+
+
+def _recorded(step: Step, members: Sequence[Member]) -> Layout | Rules | None:
+    checkpoint = step._checkpoint
+    provider = checkpoint._provider
+    groups = [g for g in provider.groups() if g.step is None and g != step._group]
+    groups.sort(key=lambda group: (group.run != step.run, group.run != "", group.run))
+    around = chain([members], map(provider.members, groups))
+    return recorded(members, around, os.path.dirname(checkpoint.path), len(step.ranks))
+
+
+def identity(layout: LayoutLike | None) -> Any:
+    """What tells a layout, or the state of a file that gives one, from others."""
+    if layout is None or isinstance(layout, Layout | Rules):
+        return id(layout)
+    try:
+        return os.fspath(layout), os.stat(layout).st_mtime_ns
+    except OSError:
+        return os.fspath(layout)
 
 
 def bind_rules(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -15,28 +14,31 @@ from slimckpt.errors import (
     UnknownFileError,
     UnknownStepError,
     UnknownTensorError,
-    UsageError,
 )
 from slimckpt.layouts.dcp import metadata_among, sharded
-from slimckpt.layouts.layout import Holder, Layout
-from slimckpt.layouts.placement import Rules
-from slimckpt.layouts.recorded import LayoutLike, given, recorded
+from slimckpt.layouts.layout import Layout
+from slimckpt.layouts.recorded import LayoutLike, given
 from slimckpt.model import StepLabel, decode_path, encode_path, show_path
 from slimckpt.sources.backends import BackendName, make_backend
 from slimckpt.views.arrays import Arrays
-from slimckpt.views.bound import Bound, bind_rules
+from slimckpt.views.bound import Bound, NoLayoutError, bind, identity
 from slimckpt.views.locals import Locals
-from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import DirectoryProvider, Group, Member, Provider, StoreProvider
 from slimckpt.views.rank import FileView, RankView
 from slimckpt.views.resharded import Resharded
 from slimckpt.views.selection import Place, numbers_of, pick, places_of
+from slimckpt.views.staging import Stage
 from slimckpt.views.whole import Wholes, WholeTensor
 
 Path = str | bytes | os.PathLike[Any]
 
 
-def open(path: Path, backend: BackendName | None = None, check: bool = False) -> Checkpoint:
+def open(
+    path: Path,
+    backend: BackendName | None = None,
+    check: bool = False,
+    stage: Path | None = None,
+) -> Checkpoint:
     """Open a slim checkpoint, or a directory of original files, for reading.
 
     Parameters
@@ -49,6 +51,13 @@ def open(path: Path, backend: BackendName | None = None, check: bool = False) ->
     check
         Compare the bytes of each tensor with their digests before they are used, once. Reads all
         of the storage that a tensor lies in; a slim checkpoint only.
+    stage
+        A directory of local storage (``"/dev/shm/NAME"``) of this user, made if it does not exist.
+        A file with tensors that are read is brought there, as a whole and in large reads, when the
+        first of its tensors is: by one process of the node, while the others wait for it and then
+        use the same copy. ``prefetch()`` of a view brings all its files. Where there is no space a
+        file is used where it is, and a warning is logged. The copies stay: ``rm -r`` the directory
+        when the last job is done; processes that have them mapped keep what they have.
 
     Returns
     -------
@@ -60,11 +69,11 @@ def open(path: Path, backend: BackendName | None = None, check: bool = False) ->
     ------
     UsageError
         There is no directory of that name, or no such backend; or ``check`` is asked for where
-        there are no digests.
+        there are no digests; or the stage is not this user's alone.
     StoreDamagedError, UnsupportedStoreError
         The root manifest is damaged, or asks for a newer slimckpt.
     """
-    return Checkpoint(path, backend, check)
+    return Checkpoint(path, backend, check, stage)
 
 
 class Checkpoint:
@@ -73,20 +82,24 @@ class Checkpoint:
     A context manager. It can be pickled, and is opened again by its path where it is unpickled.
     """
 
-    def __init__(self, path: Path, backend: BackendName | None = None, check: bool = False) -> None:
+    def __init__(
+        self,
+        path: Path,
+        backend: BackendName | None = None,
+        check: bool = False,
+        stage: Path | None = None,
+    ) -> None:
         directory = os.path.abspath(os.fsencode(path))
         self._path, self._backend_name, self._check = directory, backend, check
-        self._provider: Provider
-        if is_store(directory):
-            self._provider = StoreProvider(directory, check)
-        elif check:
-            raise UsageError(
-                f"{show_path(directory)} is no slim checkpoint: there are no digests to check"
-                " its bytes against"
-            )
-        else:
-            self._provider = DirectoryProvider(directory)
-        self._backend = make_backend(backend, self._provider.damaged)
+        self._stage = None if stage is None else os.path.abspath(os.fsencode(stage))
+        kind = StoreProvider if is_store(directory) else DirectoryProvider
+        self._provider: Provider = kind(directory)
+        files = None
+        if self._stage is not None:
+            files = Stage(self._stage, directory, self._provider.identity)
+        self._backend = make_backend(backend, self._provider.damaged, files)
+        if check:
+            self._provider.check_by(self._backend)
         self._counting: tuple[str, ...] | None = None
         self._wholes: dict[tuple[Any, ...], tuple[LayoutLike | None, Bound, Wholes]] = {}
 
@@ -102,7 +115,7 @@ class Checkpoint:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return open, (self._path, self._backend_name, self._check)
+        return open, (self._path, self._backend_name, self._check, self._stage)
 
     def __repr__(self) -> str:
         return f"<Checkpoint {encode_path(self._path)!a}>"
@@ -196,10 +209,17 @@ class Checkpoint:
         UnknownStepError
             There are several steps or runs; the message lists them.
         """
-        step = self._only_step(run, "rank")
+        step = self.only_step(run, "rank")
         return step.rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
 
-    def _only_step(self, run: str | None, call: str) -> Step:
+    def only_step(self, run: str | None, call: str) -> Step:
+        """The only step, of a run or at all; what ``call`` names is done with it.
+
+        Raises
+        ------
+        UnknownStepError
+            There are several, or none; the message says which call chooses one.
+        """
         steps = self._steps(run)
         if len(steps) == 1:
             return steps[0]
@@ -216,12 +236,12 @@ class Checkpoint:
         allow_drift: bool = False,
     ) -> WholeTensor:
         """One whole tensor, where there is only one step. See :meth:`Step.tensor`."""
-        return self._only_step(run, "tensor").tensor(name, layout, allow_drift)
+        return self.only_step(run, "tensor").tensor(name, layout, allow_drift)
 
     def layout(self, layout: LayoutLike | None = None, run: str | None = None) -> Layout:
         """Which part of each whole tensor each rank holds, where there is only one step. See
         :meth:`Step.layout`."""
-        return self._only_step(run, "layout").layout(layout)
+        return self.only_step(run, "layout").layout(layout)
 
     def reshard(
         self,
@@ -233,7 +253,7 @@ class Checkpoint:
     ) -> Resharded:
         """Its tensors as other ranks would hold them, where there is only one step. See
         :meth:`Step.reshard`."""
-        step = self._only_step(run, "reshard")
+        step = self.only_step(run, "reshard")
         return step.reshard(target, layout, allow_drift=allow_drift, skip=skip)
 
     def _steps(self, run: str | None) -> list[Step]:
@@ -284,12 +304,12 @@ class Step:
     @property
     def ranks(self) -> tuple[int, ...]:
         """Its ranks; only 0 where paths state none; none where more than one coordinate varies."""
-        return tuple(sorted(numbers_of(places_of(self._members))))
+        return tuple(sorted(numbers_of(places_of(self.members))))
 
     @property
     def coords(self) -> tuple[dict[str, int], ...]:
         """What :meth:`rank` can be asked for by coordinates (``tp``, ``pp``, ``dp``, ``ep``)."""
-        return tuple(dict(place.coords) for place in places_of(self._members) if place.coords)
+        return tuple(dict(place.coords) for place in places_of(self.members) if place.coords)
 
     @property
     def files(self) -> Files:
@@ -329,7 +349,7 @@ class Step:
         NotARankView
             Its files are not made for ranks: torch.distributed.checkpoint, torch_dist.
         """
-        planned = metadata_among(self._members)
+        planned = metadata_among(self.members)
         held: list[Member] = []
         if planned is None:
             place, held = self._place(r, coords), self.held(r, coords)
@@ -355,10 +375,10 @@ class Step:
         """The files of a rank, and those of the step that have no rank, as :meth:`rank` takes
         them."""
         place = self._place(r, coords)
-        return [member for member in self._members if place.holds(member)]
+        return [member for member in self.members if place.holds(member)]
 
     def _place(self, r: int | None, coords: Mapping[str, int]) -> Place:
-        return pick(places_of(self._members), r, coords, self._what)
+        return pick(places_of(self.members), r, coords, self._what)
 
     def layout(self, layout: LayoutLike | None = None) -> Layout:
         """Which part of each whole tensor each rank, or file, holds.
@@ -385,21 +405,23 @@ class Step:
         """Whole tensors, over all ranks, by name; none where no layout is recorded."""
         try:
             return self.whole_tensors()
-        except _NoLayoutError:
+        except NoLayoutError:
             return {}
 
     def whole_tensors(self, layout: LayoutLike | None = None, allow_drift: bool = False) -> Wholes:
         """Whole tensors, over all ranks, by name; parameters and errors as of :meth:`tensor`."""
+        return self._through(layout, allow_drift)[1]
+
+    def _through(self, layout: LayoutLike | None, allow_drift: bool) -> tuple[Bound, Wholes]:
         known = self._checkpoint._wholes
-        key = self._group, allow_drift, _identity(layout)
+        key = self._group, allow_drift, identity(layout)
         if key not in known:
-            bound = self._bound(layout)
-            local = Locals(
-                bound.view_of, Arrays(self._checkpoint._backend, False), bound.layout.origin
-            )
+            bound = bind(self, layout, self.members, self._what)
+            arrays = Arrays(self._checkpoint._backend, False)
+            local = Locals(bound.view_of, arrays, bound.layout.origin)
             # The layout is kept, lest its id is given to another.
             known[key] = layout, bound, Wholes(bound.layout, local, allow_drift)
-        return known[key][2]
+        return known[key][1:]
 
     def tensor(
         self, name: str, layout: LayoutLike | None = None, allow_drift: bool = False
@@ -425,7 +447,7 @@ class Step:
         """
         try:
             whole = self.whole_tensors(layout, allow_drift)[name]
-        except _NoLayoutError as error:
+        except NoLayoutError as error:
             raise UnknownTensorError(f"{error}; rank(r)[name] gives what a rank has") from None
         whole.require()
         return whole
@@ -465,38 +487,12 @@ class Step:
         CheckFailedError
             Ranks or files do not hold what the layout of the checkpoint says.
         """
-        wholes = self.whole_tensors(layout, allow_drift)
-        bound = self._checkpoint._wholes[self._group, allow_drift, _identity(layout)][1]
+        bound, wholes = self._through(layout, allow_drift)
         return Resharded(wholes, bound, given(target), skip)
 
-    def _bound(self, layout: LayoutLike | None) -> Bound:
-        if layout is not None:
-            return self._bind(given(layout))
-        checkpoint, members = self._checkpoint, self._members
-        provider = checkpoint._provider
-        own = [group for group in provider.groups() if group.step is None]
-        own.sort(key=lambda group: (group.run != self.run, group.run != "", group.run))
-        around = (provider.members(group) for group in own if group != self._group)
-        beside = os.path.dirname(checkpoint.path)
-        found = recorded(members, chain([members], around), beside, len(self.ranks))
-        if found is None:
-            raise _NoLayoutError(
-                f"{self._what} records no layout that describes whole tensors (metadata of"
-                " torch.distributed.checkpoint, strategy files of MindSpore); give one (layout=…)"
-            )
-        return self._bind(found)
-
-    def _bind(self, found: Layout | Rules) -> Bound:
-        if isinstance(found, Rules):
-            return bind_rules(found, self.ranks, self.coords, self.rank, self._what)
-        planned = metadata_among(self._members) is not None
-        return Bound(found, self._view_of, () if planned else self.ranks)
-
-    def _view_of(self, holder: Holder) -> TensorView:
-        return self.rank(holder) if isinstance(holder, int) else self.files[holder]
-
     @property
-    def _members(self) -> Sequence[Member]:
+    def members(self) -> Sequence[Member]:
+        """Its files, in the order of their paths."""
         self._checkpoint._backend.require_open()
         provider = self._checkpoint._provider
         return provider.members(self._group) if self._group in provider.groups() else []
@@ -505,10 +501,6 @@ class Step:
     def _what(self) -> str:
         where = show_path(os.path.join(self._checkpoint.path, decode_path(self.run)).rstrip(b"/"))
         return where if self.label is None else f"step {self.label} of {where}"
-
-
-class _NoLayoutError(UsageError):
-    """A step records no layout, and none was given."""
 
 
 class Files(Mapping[str, FileView]):
@@ -588,16 +580,6 @@ class Files(Mapping[str, FileView]):
 
 def _files_of(owner: Checkpoint | Step) -> Files:
     return owner.files
-
-
-def _identity(layout: LayoutLike | None) -> Any:
-    """What tells a layout, or the state of a file that gives one, from others."""
-    if layout is None or isinstance(layout, Layout | Rules):
-        return id(layout)
-    try:
-        return os.fspath(layout), os.stat(layout).st_mtime_ns
-    except OSError:
-        return os.fspath(layout)
 
 
 def _in_run(run: str | None) -> str:

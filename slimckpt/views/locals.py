@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 from slimckpt.errors import (
     CheckFailedError,
@@ -12,20 +13,22 @@ from slimckpt.errors import (
     UnknownTensorError,
 )
 from slimckpt.layouts.covering import who
-from slimckpt.layouts.layout import Holder, Shard
+from slimckpt.layouts.layout import Holder, Shape, Shard
 from slimckpt.model import Span
-from slimckpt.views.arrays import (
-    Array,
-    Arrays,
-    is_readable,
-    packed_shape,
-    same_digest,
-    tensor_of,
-)
+from slimckpt.views.arrays import Array, Arrays, digest_of, is_readable, tensor_of
 from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import Holding
 
-Found = tuple[Holding, int]
+Key = tuple[Holder, str, Span | None]
+
+
+class Found(NamedTuple):
+    """A local tensor: its file, its row there, and what it is."""
+
+    holding: Holding
+    row: int
+    dtype: str
+    shape: Shape
 
 
 class Locals:
@@ -46,7 +49,8 @@ class Locals:
     ) -> None:
         self._view_of, self._arrays, self.origin = view_of, arrays, origin
         self._views: dict[Holder, TensorView] = {}
-        self._found: dict[tuple[Holder, str, Span | None], Found] = {}
+        self._found: dict[Key, Found] = {}
+        self._digests: dict[Key, bytes | None] = {}
 
     def view(self, holder: Holder) -> TensorView:
         """What a rank has, or what is in a file."""
@@ -69,56 +73,62 @@ class Locals:
         CheckFailedError
             There is none, or it is of another dtype or shape.
         """
-        local = shard.name or name
-        key = shard.holder, local, shard.within
+        key = _key(name, shard)
         if key not in self._found:
-            self._found[key] = self._look_up(name, local, shard)
-        holding, row = self._found[key]
-        tensor = tensor_of(holding, row)
-        if (tensor.dtype, tensor.shape) != (dtype, shard.shape) or not is_readable(tensor.dtype):
+            holding, row = self._look_up(name, key[1], shard)
+            table = holding.table
+            self._found[key] = Found(holding, row, table.dtype(row), table.shape(row))
+        found = self._found[key]
+        if (found.dtype, found.shape) != (dtype, shard.shape) or not is_readable(dtype):
             raise CheckFailedError(
-                f"{holding.label}: {self._which(name, local, shard)}: expected {dtype}"
-                f" {list(shard.shape)}, as {self.origin} says, found {tensor.dtype}"
-                f" {list(tensor.shape)}"
+                f"{found.holding.label}: {_which(name, shard)}: expected {dtype}"
+                f" {list(shard.shape)}, as {self.origin} says, found {found.dtype}"
+                f" {list(found.shape)}"
             )
-        return holding, row
+        return found
 
-    def array(
-        self, name: str, dtype: str, shard: Shard, rows: tuple[int, int] | None = None
-    ) -> Array:
-        """The local tensor itself; with ``rows`` only those from the first to before the last."""
-        holding, row = self.find(name, dtype, shard)
-        if packed_shape(tensor_of(holding, row)) != shard.shape:
+    def array(self, name: str, dtype: str, shard: Shard) -> Array:
+        """The local tensor itself."""
+        found = self.find(name, dtype, shard)
+        array = None
+        if shard.within is None:
+            array = self._views[shard.holder]._plain(shard.name or name)
+        if array is None:
+            array = self._arrays.array(found.holding, found.row)
+        if array.shape != shard.shape:
             raise CheckFailedError(
                 f"tensor {name!a} of {who(shard.holder)} is {dtype}, of less than a byte each; such"
                 " are not read through a layout, only by rank or file"
             )
-        if rows is None:
-            return self._arrays.array(holding, row)
-        return self._arrays.rows(holding, row, *rows)
+        return array
 
-    def encoding(self, name: str, dtype: str, shard: Shard) -> str:
-        """How the bytes of the local tensor are encoded."""
-        return tensor_of(*self.find(name, dtype, shard)).encoding
+    def digest(self, name: str, dtype: str, shard: Shard) -> bytes | None:
+        """The digest of the bytes of a local tensor, where it is known."""
+        key = _key(name, shard)
+        if key not in self._digests:
+            found = self.find(name, dtype, shard)
+            self._digests[key] = digest_of(found.holding, found.row)
+        return self._digests[key]
 
-    def same(self, name: str, dtype: str, one: Shard, other: Shard) -> bool | None:
-        """Whether two local tensors of one shape are equal, as far as digests tell."""
-        return same_digest(self.find(name, dtype, one), self.find(name, dtype, other))
-
-    def _look_up(self, name: str, local: str, shard: Shard) -> Found:
+    def _look_up(self, name: str, local: str, shard: Shard) -> tuple[Holding, int]:
         try:
             view = self.view(shard.holder)
             if shard.within is not None:
                 return self._inside(name, view, local, shard, shard.within)
+            only = view._names.only(local)
+            if only is not None:
+                return view._members()[only[0]].holding, only[1]
             by_path = isinstance(shard.holder, str) and local not in view
             member, row = (view.by_path if by_path else view)._find(local)
         except (UnknownFileError, UnknownRankError, UnknownTensorError) as error:
             raise CheckFailedError(
-                f"{self._which(name, local, shard)} is not there, where {self.origin} says: {error}"
+                f"{_which(name, shard)} is not there, where {self.origin} says: {error}"
             ) from None
         return member.holding, row
 
-    def _inside(self, name: str, view: TensorView, local: str, shard: Shard, span: Span) -> Found:
+    def _inside(
+        self, name: str, view: TensorView, local: str, shard: Shard, span: Span
+    ) -> tuple[Holding, int]:
         """Of the tensors of a name that whose bytes lie in ``span``, or, of an empty one, which has
         no bytes, whose shape is right."""
         for member, row in view._all(local):
@@ -132,10 +142,15 @@ class Locals:
                 if span.offset <= start < span.offset + span.nbytes:
                     return holding, row
         raise CheckFailedError(
-            f"{self._which(name, local, shard)} is not at byte {span.offset}, where {self.origin}"
+            f"{_which(name, shard)} is not at byte {span.offset}, where {self.origin}"
             " says; that is of another save"
         )
 
-    def _which(self, name: str, local: str, shard: Shard) -> str:
-        called = "" if local == name else f", there {local!a}"
-        return f"tensor {name!a} of {who(shard.holder)}{called}"
+
+def _key(name: str, shard: Shard) -> Key:
+    return shard.holder, shard.name or name, shard.within
+
+
+def _which(name: str, shard: Shard) -> str:
+    called = f", there {shard.name!a}" if shard.name else ""
+    return f"tensor {name!a} of {who(shard.holder)}{called}"

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
+
+import numpy as np
 
 from slimckpt import dtypes
 from slimckpt.errors import (
     AmbiguousTensorError,
     DroppedTensorError,
     OpaqueTensorError,
+    SlimckptError,
     UnknownTensorError,
 )
 from slimckpt.model import Tensor, encode_path
 from slimckpt.views.arrays import Array, Arrays, alike, tensor_of
+from slimckpt.views.copying import LARGE, copy_tensor, room
 from slimckpt.views.names import Names
 from slimckpt.views.plain import PlainTensors
-from slimckpt.views.providers import Member
+from slimckpt.views.prefetch import Prefetch
+from slimckpt.views.providers import Member, Stretch
 
 Found = tuple[Member, int]
 """A tensor: its file, and its row there."""
@@ -136,6 +141,94 @@ class TensorView(Mapping[str, Array]):
         tensor = tensor_of(member.holding, row)
         return dtypes.unpack(self._arrays.array(member.holding, row), tensor.dtype, tensor.shape)
 
+    def copy_into(self, name: str, out: Any) -> None:
+        """Copy a tensor into memory of the caller's: ``numpy.copyto(out, view[name])``, but large
+        ones are read from the file straight into it, by several threads.
+
+        Parameters
+        ----------
+        name
+            Of the tensor.
+        out
+            A numpy array of the dtype and shape of ``view[name]``, with any strides; or any
+            writable, contiguous buffer (``bytearray``, ``memoryview``, a one-dimensional
+            ``uint8`` array) of exactly its bytes, which are put there in C order, as they are
+            stored. Of a (pinned) torch tensor, ``tensor.numpy()`` or, where numpy has no such
+            dtype, ``tensor.view(torch.uint8).flatten().numpy()``.
+
+        Raises
+        ------
+        UsageError
+            ``out`` has another dtype, shape or size, or cannot be written to. (A ``ValueError``.)
+
+        Notes
+        -----
+        What was copied when an error is raised midway stays in ``out``. A writable view gives what
+        its array holds now.
+        """
+        what = f"{self._what()}: tensor {name!a}"
+        plain = self._plain(name)
+        if plain is not None and plain.nbytes < LARGE:
+            return np.copyto(room(out, plain.dtype, plain.shape, what), plain)
+        member, row = self._find(name)
+        return copy_tensor(self._arrays, member.holding, row, out, what)
+
+    def prefetch(self, names: str | Iterable[str] | None = None) -> Prefetch:
+        """Bring the pages of tensors into the page cache, in the background.
+
+        Parameters
+        ----------
+        names
+            Of the tensors; by default all.
+
+        Returns
+        -------
+        Prefetch
+            At once. Its ``wait()`` returns when all is read, or raises what went wrong;
+            ``cancel()`` stops it. It keeps no process from ending.
+
+        Raises
+        ------
+        UnknownTensorError, OpaqueTensorError, DroppedTensorError
+            For the first of ``names`` that is no array here.
+
+        Notes
+        -----
+        Files are read in order, by large reads of four threads, and tensors near each other
+        together. All processes of the node profit, and either backend: ``"pread"`` still copies
+        what it reads, but from memory. A checkpoint with a stage brings the files there. A file
+        larger than the free memory pushes its own first pages out again: then prefetch what is
+        read next.
+        """
+        if names is None:
+            wanted = list(self)
+        else:
+            wanted = [names] if isinstance(names, str) else list(names)
+            for name in wanted:
+                if name not in self:
+                    self._find(name)
+        return Prefetch(self._arrays.backend, wanted, self._pieces)
+
+    def in_storage_order(self) -> list[str]:
+        """The names of this view, each once, in the order in which their bytes lie: by file, then
+        by offset. Reading them in this order reads each file from front to end.
+
+        Tensors without bytes of their own (empty, or one value throughout) come last, and so do
+        damaged ones.
+        """
+
+        def key(name: str) -> tuple[bool, bytes, int]:
+            try:
+                pieces = self._pieces(name)
+            except SlimckptError:
+                pieces = []
+            for path, offset, _, _ in pieces:
+                if path is not None:
+                    return False, path, offset
+            return True, b"", 0
+
+        return sorted(self, key=key)
+
     @property
     def by_path(self) -> TensorView:
         """The same tensors by their exact path inside their file."""
@@ -154,10 +247,25 @@ class TensorView(Mapping[str, Array]):
         if found is None:
             return None
         table, row = found
+        return (self._plains.get(table) or self._plain_tensors(table)).array(row)
+
+    def _plain_tensors(self, table: int) -> PlainTensors:
         if table not in self._plains:
             holding = self._members()[table].holding
             self._plains[table] = PlainTensors(holding, self._arrays.backend)
-        return self._plains[table].array(row)
+        return self._plains[table]
+
+    def _pieces(self, name: str) -> list[Stretch]:
+        """Where the bytes of all tensors of a name are, in stream order."""
+        found = self._names.only(name)
+        if found is not None:
+            place = self._plain_tensors(found[0]).place(found[1])
+            if place is not None:
+                return [place]
+        pieces = []
+        for member, row in self._all(name):
+            pieces += self._arrays.pieces(member.holding, row, check=False)
+        return pieces
 
     def _find(self, name: str, opaque: bool = False) -> Found:
         """The one tensor of that name, or one of several that do not differ."""

@@ -16,7 +16,7 @@ from slimckpt.errors import SlimckptError
 from slimckpt.model import FLOOR, HOME_PAYLOAD, RAW, Bytes
 from slimckpt.sources.backends import Backend
 from slimckpt.views.arrays import Array
-from slimckpt.views.providers import Holding
+from slimckpt.views.providers import Holding, Stretch
 
 _NOT_PLAIN = -1
 
@@ -79,6 +79,13 @@ class PlainTensors:
         except ValueError:
             return None
         return found
+
+    def place(self, row: int) -> Stretch | None:
+        """Where the tensor lies, or ``None`` where it is not plain."""
+        if self._file[row] == _NOT_PLAIN:
+            return None
+        path, size = self._files[self._file[row]]
+        return Stretch(path, self._offset[row], self._nbytes[row], size)
 
     def _map(self, number: int) -> Bytes | None:
         path, size = self._files[number]

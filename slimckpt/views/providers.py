@@ -5,9 +5,10 @@ Both give the same :class:`Member` objects; what reads tensors does not know whi
 
 from __future__ import annotations
 
+import contextlib
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -23,13 +24,14 @@ from slimckpt.errors import (
     RefusedFileError,
     SlimckptError,
     StoreDamagedError,
+    UsageError,
 )
-from slimckpt.model import Ints, Role, SourceFile, Span, StepLabel, Table, show_path
-from slimckpt.sources.digest import BLOCK, digest_of, digest_of_blocks, reusable_buffer
+from slimckpt.model import Ints, Role, SourceFile, Span, StepLabel, Table, encode_path, show_path
+from slimckpt.sources.backends import Backend
+from slimckpt.sources.digest import BLOCK, digest_of_chunks, reusable_buffer
 from slimckpt.sources.positioned import (
     ByteSource,
     FileSource,
-    open_for_reading,
     read_spans_into,
 )
 from slimckpt.store.index import IN_SKELETON, STORED, FileIndex
@@ -106,7 +108,12 @@ class Holding(ABC):
 
     @abstractmethod
     def stretches(self, payload: int) -> list[Stretch]:
-        """Where the bytes of a payload are, in stream order."""
+        """Where the bytes of a payload are, in stream order; only of one that is sound, where that
+        is checked."""
+
+    def located(self, payload: int) -> list[Stretch]:
+        """The same, of any payload."""
+        return self.stretches(payload)
 
     @abstractmethod
     def places(self) -> Places:
@@ -155,6 +162,24 @@ class Provider(ABC):
     damaged: type[SlimckptError]
     path: bytes
 
+    def check_by(self, backend: Backend) -> None:
+        """Compare bytes with their digests before they are used, from now on, read by ``backend``.
+
+        Raises
+        ------
+        UsageError
+            There are no digests.
+        """
+        raise UsageError(
+            f"{show_path(self.path)} is no slim checkpoint: there are no digests to check its bytes"
+            " against"
+        )
+
+    @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What tells this checkpoint from others, and a slim one from its next version."""
+
     @abstractmethod
     def groups(self) -> list[Group]:
         """Every step of every run, sorted."""
@@ -191,6 +216,10 @@ class DirectoryProvider(Provider):
             found += [Member(path, _linked(path, file.role), holding) for path in file.links]
         for member in _sorted(found):
             self._groups.setdefault(member.group, {})[member.path] = member
+
+    @property
+    def identity(self) -> str:
+        return encode_path(os.path.realpath(self.path))
 
     def groups(self) -> list[Group]:
         return sorted(self._groups, key=lambda group: (group.run, step_key(group.step)))
@@ -236,21 +265,25 @@ class _SourceHolding(Holding):
 
 
 class StoreProvider(Provider):
-    """A slim checkpoint: its root manifest, and parts and indexes as they are asked for.
-
-    With ``check`` the bytes of a payload are compared with its digest before they are used.
-    """
+    """A slim checkpoint: its root manifest, and parts and indexes as they are asked for."""
 
     damaged = StoreDamagedError
 
-    def __init__(self, path: bytes, check: bool = False) -> None:
+    def __init__(self, path: bytes) -> None:
         self.path = os.path.abspath(path)
-        self._check = check
+        self._checked_by: Backend | None = None
         self._store = Store(path)
         self._numbers: dict[Group, list[int]] = {}
         for number, part in enumerate(self._store.root.parts):
             self._numbers.setdefault(Group(part.run, part.step), []).append(number)
         self._listed: dict[Group, dict[bytes, Member]] = {}
+
+    @property
+    def identity(self) -> str:
+        return self._store.root.digest
+
+    def check_by(self, backend: Backend) -> None:
+        self._checked_by = backend
 
     def groups(self) -> list[Group]:
         return sorted(self._numbers, key=lambda group: (group.run, step_key(group.step)))
@@ -263,7 +296,7 @@ class StoreProvider(Provider):
                 sizes = {container.name: container.nbytes for container in part.containers}
                 for entry in part.files:
                     file = entry.file
-                    holding = _StoreHolding(self._store, part, entry, sizes, self._check)
+                    holding = _StoreHolding(self._store, part, entry, sizes, self._checked_by)
                     found += [Member(file.path, file.role, holding)]
                     found += [Member(p, _linked(p, file.role), holding) for p in file.links]
             self._listed[group] = {member.path: member for member in _sorted(found)}
@@ -279,13 +312,14 @@ class _StoreHolding(Holding):
         part: Part,
         entry: FileEntry,
         sizes: dict[bytes, int],
-        check: bool,
+        checked_by: Backend | None,
     ) -> None:
         super().__init__(entry.file)
         self._store, self._part, self._entry = store, part, entry
         self._sizes = sizes
         self._index: FileIndex | None = None
-        self._sound: set[int] | None = set() if check else None
+        self._checked_by = checked_by
+        self._sound: set[int] | None = None if checked_by is None else set()
 
     @property
     def file(self) -> SourceFile:
@@ -312,27 +346,28 @@ class _StoreHolding(Holding):
 
     def source(self) -> AbstractContextManager[ByteSource]:
         if self._sound is not None and _SKELETON not in self._sound:
-            pieces = self._store.skeleton_places(self._part, self._entry)
-            stretches = [
-                Stretch(None if name is None else self._store.absolute(name), offset, nbytes, 0)
-                for name, offset, nbytes in pieces
-            ]
+            stretches = self._stretched(self._store.skeleton_places(self._part, self._entry))
             self._compare("its skeleton", self._entry.skeleton.digest, stretches)
             self._sound.add(_SKELETON)
         index = None if self._entry.index is None else self.index
         return SplicedSource(self._store, self._part, self._entry, index)
 
-    def stretches(self, payload: int) -> list[Stretch]:
+    def located(self, payload: int) -> list[Stretch]:
+        return self._stretched(self._store.pieces(self._part, self._entry, self.index, payload))
+
+    def _stretched(self, pieces: list[tuple[bytes | None, int, int]]) -> list[Stretch]:
         whole = self._entry.skeleton
-        found = []
-        for name, offset, nbytes in self._store.pieces(
-            self._part, self._entry, self.index, payload
-        ):
-            if name is None:
-                found.append(Stretch(None, offset, nbytes, 0))
-                continue
-            size = self._sizes.get(name, whole.nbytes)
-            found.append(Stretch(self._store.absolute(name), offset, nbytes, size))
+        return [
+            Stretch(None, offset, nbytes, 0)
+            if name is None
+            else Stretch(
+                self._store.absolute(name), offset, nbytes, self._sizes.get(name, whole.nbytes)
+            )
+            for name, offset, nbytes in pieces
+        ]
+
+    def stretches(self, payload: int) -> list[Stretch]:
+        found = self.located(payload)
         if self._sound is not None and payload not in self._sound:
             if not any(stretch.path is None and stretch.offset == NOWHERE for stretch in found):
                 digest = self.index.places.digest[payload].tobytes().hex()
@@ -341,8 +376,10 @@ class _StoreHolding(Holding):
         return found
 
     def _compare(self, what: str, digest: str, stretches: list[Stretch]) -> None:
+        assert self._checked_by is not None
         with damage():
-            if _digest_of(stretches, self.label).hex() == digest:
+            read = _read(stretches, self.label, self._checked_by)
+            if digest_of_chunks(read)[1].hex() == digest:
                 return
         where = sorted({show_path(s.path) for s in stretches if s.path is not None})
         raise StoreDamagedError(
@@ -379,30 +416,20 @@ class _StoreHolding(Holding):
         return found if any(found) else None
 
 
-def _digest_of(stretches: list[Stretch], label: str) -> bytes:
-    """The digest of what is stored in some stretches."""
-    buffer, filled, blocks = reusable_buffer(), 0, []
-    for path, offset, nbytes, _ in stretches:
-        fd = -1 if path is None else open_for_reading(path, label)
-        try:
-            while nbytes:
-                take = min(nbytes, BLOCK - filled)
-                room = buffer[filled : filled + take]
+def _read(stretches: list[Stretch], label: str, backend: Backend) -> Iterator[memoryview]:
+    """The bytes of some stretches, read as the backend reads, in pieces that are valid until the
+    next one."""
+    buffer = reusable_buffer()
+    for path, offset, nbytes, size in stretches:
+        with contextlib.ExitStack() as opened:
+            fd = -1 if path is None else opened.enter_context(backend.opened(path, size))
+            for at in range(0, nbytes, BLOCK):
+                piece = buffer[: min(BLOCK, nbytes - at)]
                 if path is None:
-                    room[:] = bytes([offset]) * take
+                    piece[:] = bytes([offset]) * len(piece)
                 else:
-                    read_spans_into(fd, [Span(offset, take)], room, label)
-                    offset += take
-                nbytes, filled = nbytes - take, filled + take
-                if filled == BLOCK:
-                    blocks.append(digest_of(buffer))
-                    filled = 0
-        finally:
-            if fd >= 0:
-                os.close(fd)
-    if filled or not blocks:
-        blocks.append(digest_of(buffer[:filled]))
-    return digest_of_blocks(sum(s.nbytes for s in stretches), b"".join(blocks))
+                    read_spans_into(fd, [Span(offset + at, len(piece))], piece, label)
+                yield piece
 
 
 def _single(table: Table) -> npt.NDArray[np.bool_]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 
 import numpy as np
 
 from slimckpt.dtypes import numpy_dtype
-from slimckpt.errors import CheckFailedError, UnknownRankError, UnknownTensorError, UsageError
+from slimckpt.errors import (
+    CheckFailedError,
+    SlimckptError,
+    UnknownRankError,
+    UnknownTensorError,
+    UsageError,
+)
 from slimckpt.layouts.covering import Coverings
+from slimckpt.layouts.dcp import require_movable
 from slimckpt.layouts.layout import Layout, Shard, TensorLayout
 from slimckpt.layouts.placement import Rules, Typed
 from slimckpt.layouts.slicing import fill, local_of
-from slimckpt.model import compact_ranks
+from slimckpt.model import Bytes, Tensor, compact_ranks
 from slimckpt.views.arrays import Array
 from slimckpt.views.bound import Bound
 from slimckpt.views.mapping import TensorView
@@ -41,6 +50,7 @@ class Resharded(Mapping[int, "ReshardedRank"]):
     ) -> None:
         self.wholes, self._bound = wholes, bound
         names = [name for name in wholes if not any(fnmatchcase(name, glob) for glob in skip)]
+        require_movable(names, wholes.layout.origin)
         if isinstance(target, Rules):
             tensors = wholes.layout.tensors
             typed = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
@@ -48,9 +58,13 @@ class Resharded(Mapping[int, "ReshardedRank"]):
         self.layout = target
         self._names = dict.fromkeys(names)
         self._outside = self._check()
-        shards = {id(old.shards): old.shards for old in wholes.layout.tensors.values()}
+        shards = {}
+        for name in wholes:
+            with suppress(SlimckptError):  # what is skipped may be refused
+                old = wholes.layout.tensors[name]
+                shards[id(old.shards)] = old.shards
         local = {shard.name for same in shards.values() for shard in same if shard.name}
-        self._known = ({*wholes} | local) - self._outside
+        self._known = ({*wholes} | local | wholes.layout.local) - self._outside
         self._shards: dict[int, dict[int, list[Shard]]] = {}
         self._ranks: dict[int, ReshardedRank] = {}
 
@@ -214,10 +228,54 @@ class ReshardedRank(Mapping[str, Array]):
         whole, shard = parts[0]
         return self._resharded.layout.tensors[whole].dtype, shard.shape
 
+    def carried_tensor(self, name: str) -> Tensor:
+        """All that is known of a carried entry."""
+        return self._from(name).info(name)
+
     def parts(self, name: str) -> tuple[tuple[str, Shard], ...]:
         """Which whole tensors a local tensor has parts of; none for a carried one. What is in none
         of them is zero."""
         return tuple(self._local.get(name, ()))
+
+    def stretches(self, name: str, nbytes: int = 8 * 2**20) -> Iterator[Array]:
+        """The elements of a tensor in C order, a stretch of one axis at a time: for writing tensors
+        that are put together, without holding one as a whole.
+
+        Parameters
+        ----------
+        name
+            Of the tensor.
+        nbytes
+            Of a stretch, at most (but at least one element).
+        """
+        dtype, shape = self.info(name)
+        parts = self._local.get(name)
+        step = max(nbytes // numpy_dtype(dtype).itemsize, 1)
+        if parts is None:
+            flat = self._from(name)[name].reshape(-1)
+            yield from (flat[at : at + step] for at in range(0, flat.size, step))
+            return
+        wholes = [(self._resharded.wholes[whole], shard) for whole, shard in parts]
+        size = math.prod(shape)
+        for at in range(0, size, step):
+            out = np.zeros(min(step, size - at), numpy_dtype(dtype))
+            for whole, shard in wholes:
+                fill(out, whole, shard, at)
+            yield out
+
+    def content(self, name: str) -> Hashable:
+        """What decides the bytes of a local tensor: where it is equal, they are."""
+        parts = self._local.get(name)
+        if parts is None:
+            return id(self._from(name)), name
+        shape = parts[0][1].shape
+        return shape, tuple((whole, shard.pieces) for whole, shard in parts)
+
+    def pieces(self, name: str) -> Iterator[Bytes]:
+        """The bytes of an entry of any type in C order, a few MiB at a time."""
+        if name not in self:
+            return iter([np.frombuffer(self._from(name).raw(name), np.uint8)])
+        return (part.view(np.uint8) for part in self.stretches(name))
 
     def raw(self, name: str) -> bytes:
         """The bytes of an entry of any type, in C order."""

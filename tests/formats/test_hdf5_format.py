@@ -479,10 +479,8 @@ def test_headers_that_are_continued_on_each_other_for_ever_end_at_a_bound() -> N
     data[header : header + 16] = struct.pack("<BxHII4x", 1, 1, 1, 24)
     data[header + 16 : header + 40] = struct.pack("<HHB3xQQ", 16, 16, 0, at, body)
     struct.pack_into("<Q", data, 40, len(data))
-    start = time.process_time()
     found = locate(bytes(data))
     assert found.condition == "damaged" and "many times over" in (found.problem or "")
-    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize("libver", LIBVERS)

@@ -13,17 +13,16 @@ import numpy as np
 import pytest
 
 from slimckpt.errors import ClosedError, DamagedFileError, StoreDamagedError, UsageError
-from slimckpt.sources import backends
+from slimckpt.sources import backends, files
 from slimckpt.sources.backends import (
     MAP_PRIVATE_FROM,
     WARM,
     Backend,
     MmapBackend,
     PreadBackend,
-    is_network,
     make_backend,
-    on_network,
 )
+from slimckpt.sources.files import is_network, on_network
 
 SIZE = 3 * MAP_PRIVATE_FROM + 12345
 DATA = np.random.default_rng(7).bytes(SIZE)
@@ -232,7 +231,7 @@ class TestMmap(BackendTests):
         backend = MmapBackend()
         backend.view(os.fsencode(file), 0, size, size)
         assert reads == []
-        monkeypatch.setattr(backends, "on_network", lambda directory: True)
+        monkeypatch.setattr(files, "on_network", lambda directory: True)
         for offset in (WARM + 5, WARM + 500, 2 * WARM - 1):
             backend.view(os.fsencode(file), offset, 10, size)
         assert reads == [(WARM, WARM), (2 * WARM, WARM)]
@@ -278,9 +277,9 @@ def test_a_directory_is_on_a_network_when_the_mount_of_its_device_is(
     number = f"{os.major(device)}:{os.minor(device)}"
     for kind, expected in (("nfs4", True), ("ext4", False)):
         on_network.cache_clear()
-        monkeypatch.setattr(backends, "_mounts", lambda kind=kind: [(number, kind)])
+        monkeypatch.setattr(files, "_mounts", lambda kind=kind: [(number, kind)])
         assert on_network(os.fsencode(tmp_path)) is expected
     monkeypatch.undo()
     on_network.cache_clear()
     assert not on_network(b"/no/such/directory")
-    assert backends._mounts()
+    assert files._mounts()

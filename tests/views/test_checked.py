@@ -4,6 +4,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -110,6 +111,33 @@ def test_a_payload_of_several_blocks_is_checked_to_its_last_byte(tmp_path: Path)
         ckpt.files["b.npy"]["b"]
     with slimckpt.open(tmp_path / "store") as ckpt:
         assert ckpt.files["b.npy"]["b"][-1] != BLOCK // 4 * 2 + 4
+
+
+@pytest.mark.parametrize("backend", ["mmap", "pread"])
+def test_what_is_compared_is_the_copy_in_a_stage(store: Path, tmp_path: Path, backend: Any) -> None:
+    stage = tmp_path / "stage"
+    with slimckpt.open(store, backend, check=True, stage=stage) as ckpt:
+        assert ckpt.files[FILE]["model.wte.weight"].size
+    path, at = place_of(store, "model.wte.weight")
+    (copy,) = [copy for copy in stage.iterdir() if copy.read_bytes() == path.read_bytes()]
+    flip(copy, at)
+    with (
+        slimckpt.open(store, backend, check=True, stage=stage) as ckpt,
+        pytest.raises(StoreDamagedError, match="digest is wrong"),
+    ):
+        ckpt.files[FILE]["model.wte.weight"]
+
+
+def test_copying_checks_and_what_only_asks_where_tensors_lie_does_not(store: Path) -> None:
+    flip(*place_of(store, "model.wte.weight"))
+    with slimckpt.open(store, check=True) as ckpt:
+        view = ckpt.files[FILE]
+        assert sorted(view.in_storage_order()) == sorted(view)
+        assert view.prefetch().wait()
+        room = bytearray(view.info("model.wte.weight").nbytes)
+        with pytest.raises(StoreDamagedError, match="digest is wrong"):
+            view.copy_into("model.wte.weight", room)
+        assert not any(room)
 
 
 def test_originals_have_no_digests_and_say_so() -> None:
