@@ -66,6 +66,9 @@ class Blueprint:
         self.nbytes += -self.nbytes % alignment
 
 
+_Part = tuple[int, Body | tuple[int, bytes]]
+
+
 class _Unit(NamedTuple):
     """Neighbours in an open file, to be written at once, or a large body or a part of one.
 
@@ -74,7 +77,7 @@ class _Unit(NamedTuple):
 
     fd: int
     path: bytes
-    parts: tuple[tuple[int, Body | tuple[int, bytes]], ...]
+    parts: tuple[_Part, ...]
     nbytes: int
     summed: bool
 
@@ -104,9 +107,10 @@ def write(path: bytes, blueprint: Blueprint, executor: Executor, progress: Progr
 
 def _units(blueprint: Blueprint, fd: int, path: bytes) -> Iterator[_Unit]:
     summed = bool(blueprint.late)
-    known = ((-1, literal) for literal in blueprint.literals)
-    parts = sorted([*known, *enumerate(blueprint.bodies)], key=lambda part: part[1][0])
-    some: list[tuple[int, Body | tuple[int, bytes]]] = []
+    parts: list[_Part] = [(-1, literal) for literal in blueprint.literals]
+    parts.extend(enumerate(blueprint.bodies))
+    parts.sort(key=lambda part: part[1][0])
+    some: list[_Part] = []
     nbytes = 0
     for number, part in parts:
         size = _nbytes(part)

@@ -14,7 +14,7 @@ from slimckpt.dtypes import BY_NAME, numpy_dtype
 from slimckpt.layouts.boxes import blocks_of
 from slimckpt.layouts.layout import Piece, Shape, whole_box
 from slimckpt.model import RAW, Bytes
-from slimckpt.views.arrays import Array, Arrays, typed
+from slimckpt.views.arrays import Array, Arrays, described
 from slimckpt.views.providers import Holding
 from slimckpt.views.whole import WholeTensor
 
@@ -79,7 +79,7 @@ class LocalEntry(Entry):
     """A tensor of one file."""
 
     def __init__(self, name: str, arrays: Arrays, holding: Holding, row: int) -> None:
-        tensor, dtype, shape = typed(holding, row)
+        tensor, dtype, shape = described(holding, row)
         super().__init__(name, tensor.dtype, tensor.shape, shape, dtype.itemsize)
         self.arrays, self.holding, self.tensor, self.row = arrays, holding, tensor, row
         self.divisible = tensor.encoding == RAW
@@ -146,7 +146,8 @@ def _run(array: Any, entry: Entry, start: int, stop: int) -> Bytes:
     for box, at in blocks_of(run):
         assert isinstance(at, int)
         spans = (slice(low, low + size) for low, size in zip(*box, strict=True))
-        part = _little_endian(array[(*spans, ...)], entry.dtype)
+        key = (*spans, ...)  # an array always, never a number
+        part = _little_endian(array[key], entry.dtype)
         if part.nbytes == stop - start:
             return part
         if out is None:

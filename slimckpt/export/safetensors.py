@@ -37,7 +37,8 @@ def plan(contents: Contents, max_shard_nbytes: int | None = None) -> dict[str, B
     shards = _shards(contents.entries, max_shard_nbytes)
     if len(shards) == 1:
         return {"model.safetensors": _file(shards[0], contents.texts)}
-    found, weight_map = {}, {}
+    found: dict[str, Blueprint] = {}
+    weight_map: dict[str, str] = {}
     for number, entries in enumerate(shards, 1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         found[name] = _file(entries, contents.texts if number == 1 else {})

@@ -45,7 +45,7 @@ class View(NamedTuple):
         count = storage.nbytes // (self.entry.itemsize if cls else 1)
         kind = Global("torch", f"{cls}Storage") if cls else _UNTYPED
         pid = Persistent(("storage", kind, str(self.storage), "cpu", count))
-        args = (pid, self.offset, self.shape, self.strides, False, _HOOKS)
+        args: tuple[Any, ...] = (pid, self.offset, self.shape, self.strides, False, _HOOKS)
         if cls:
             return Call(Global("torch._utils", "_rebuild_tensor_v2"), args)
         args = (*args, Global("torch", SPELLED[dtype]))
