@@ -18,8 +18,8 @@ from slimckpt.errors import SlimckptError
 if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
-    from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.export.export import ExportResult, export
+    from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
     from slimckpt.rewrite.slim import SlimResult, slim

@@ -28,9 +28,22 @@ from slimckpt.views.rank import RankView
 from slimckpt.views.selection import Place, numbers_of, places_of
 
 _LISTED = 5
-_ENDINGS = (
-    ".ckpt .safetensors .pt .pth .bin .npz .npy .h5 .hdf5 .keras .pdparams .pdopt .pkl .pickle"
-).split()
+_ENDINGS = [
+    ".ckpt",
+    ".safetensors",
+    ".pt",
+    ".pth",
+    ".bin",
+    ".npz",
+    ".npy",
+    ".h5",
+    ".hdf5",
+    ".keras",
+    ".pdparams",
+    ".pdopt",
+    ".pkl",
+    ".pickle",
+]
 _TEXT = "opaque:str"
 """Of a text in a file of MindSpore: UTF-32, little endian."""
 
@@ -185,7 +198,7 @@ def export(
         result = ExportResult(format, dry_run=dry_run)
         planned = []
         for rank in _ranks(chosen, ranks):
-            view = chosen.rank(rank.place.rank, **rank.coords)
+            view = chosen.rank(rank.place.rank, **rank.coords)  # type: ignore[arg-type]
             contents = _contents(rank, view, only, categories, skip)
             path = _path(rank, FORMATS[format].ending)
             _require_dtypes(contents, format, path)
