@@ -17,7 +17,7 @@ from slimckpt.export.blueprint import Blueprint, write
 from slimckpt.export.entries import Contents, LeftOut, LocalEntry
 from slimckpt.export.values import values_in
 from slimckpt.export.weights import not_weights
-from slimckpt.model import Stat, StepLabel, decode_path, encode_path, show_path
+from slimckpt.model import Stat, StepLabel, compact_ranks, decode_path, encode_path, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Access, Guard, protect
 from slimckpt.rewrite.workplace import check_destination, publish, workplace
@@ -28,22 +28,10 @@ from slimckpt.views.rank import RankView
 from slimckpt.views.selection import Place, numbers_of, places_of
 
 _LISTED = 5
-_ENDINGS = [
-    ".ckpt",
-    ".safetensors",
-    ".pt",
-    ".pth",
-    ".bin",
-    ".npz",
-    ".npy",
-    ".h5",
-    ".hdf5",
-    ".keras",
-    ".pdparams",
-    ".pdopt",
-    ".pkl",
-    ".pickle",
-]
+_ENDINGS = (
+    *(".ckpt", ".safetensors", ".pt", ".pth", ".bin", ".npz", ".npy", ".h5", ".hdf5", ".keras"),
+    *(".pdparams", ".pdopt", ".pkl", ".pickle"),
+)
 _TEXT = "opaque:str"
 """Of a text in a file of MindSpore: UTF-32, little endian."""
 
@@ -192,9 +180,7 @@ def export(
         raise UsageError(f"only={only!r} means nothing; only='weights' does")
     with Checkpoint(source) as checkpoint:
         target = check_destination(os.fsencode(destination), checkpoint.path)
-        chosen = (
-            checkpoint.step(step, run) if step is not None else checkpoint.only_step(run, "rank")
-        )
+        chosen = checkpoint.only_step(run, "rank", step)
         result = ExportResult(format, dry_run=dry_run)
         planned = []
         for rank in _ranks(chosen, ranks):
@@ -226,8 +212,9 @@ def _ranks(step: Step, wanted: Sequence[int] | None) -> list[_Rank]:
     if wanted is not None:
         by_number = {number: place for place, number in numbers.items()}
         for number in sorted(set(wanted) - set(by_number)):
-            step.rank(number)  # says what there is
-            raise UnknownRankError(f"there is no rank {number}")
+            raise UnknownRankError(
+                f"there is no rank {number}; there are {compact_ranks(by_number) or 'none'}"
+            )
         places = [by_number[number] for number in sorted(set(wanted))]
     found = []
     for place in places:
@@ -247,12 +234,11 @@ def _path(rank: _Rank, ending: str) -> bytes:
         path = path.removesuffix(known.encode())
         if path != first.path:
             break
-    if len(with_tensors) > 1 or not rank.own:
+    if len(with_tensors) > 1 or (rank.place.rank is not None and not rank.own):
         stated = [f"{name}_{value}" for name, value in sorted(rank.coords.items())]
-        directory = f"rank_{rank.number or 0}" if not stated else "_".join(stated)
+        directory = "_".join(stated) or f"rank_{rank.number or 0}"
         top = [decode_path(first.role.run)] if first.role.run else []
-        if len(with_tensors) > 1 or first.role.rank is None:
-            path = b"/".join((*top, directory.encode(), os.path.basename(path)))
+        path = b"/".join((*top, directory.encode(), os.path.basename(path)))
     return path + ending.encode()
 
 
