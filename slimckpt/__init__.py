@@ -18,6 +18,7 @@ from slimckpt.errors import SlimckptError
 if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
+    from slimckpt.export.export import ExportResult, export
     from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
@@ -41,6 +42,8 @@ _HOMES = {
     "Tensor": "slimckpt.model",
     "reshard": "slimckpt.export.reshard",
     "ReshardResult": "slimckpt.export.reshard",
+    "export": "slimckpt.export.export",
+    "ExportResult": "slimckpt.export.export",
     "restore": "slimckpt.rewrite.restore",
     "RestoreResult": "slimckpt.rewrite.restore",
     "slim": "slimckpt.rewrite.slim",
@@ -68,6 +71,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Checkpoint",
+    "ExportResult",
     "FileView",
     "RankView",
     "Report",
@@ -82,6 +86,7 @@ __all__ = [
     "VerifyResult",
     "WholeTensor",
     "analyze",
+    "export",
     "open",
     "reshard",
     "restore",

@@ -14,6 +14,7 @@ from slimckpt.errors import CheckFailedError
 from slimckpt.layouts.covering import Covering, Coverings, Held, show_box, who
 from slimckpt.layouts.layout import Box, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.slicing import block_in
+from slimckpt.model import RAW
 from slimckpt.views.arrays import Array, equal_bytes
 from slimckpt.views.locals import Locals
 
@@ -89,6 +90,15 @@ class WholeTensor:
         for shard in self.layout.shards:
             self._locals.find(self.name, self.dtype, shard)
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether some of it has to be decoded, all of a local tensor at a time, whatever part is
+        read."""
+        return any(
+            self._locals.encoding(self.name, self.dtype, shard) != RAW
+            for shard in self.layout.shards
+        )
+
     def _read(self, low: Shape, high: Shape) -> Array:
         """The elements of a box of the whole tensor."""
         shape = tuple(b - a for a, b in zip(low, high, strict=True))
@@ -127,10 +137,15 @@ class WholeTensor:
 
     def _held(self, row: int, held: Held, low: Shape, high: Shape) -> Array:
         offsets, lengths = self._covering.boxes[row]
-        local = self._locals.array(self.name, self.dtype, held.shard)
-        spans = zip(low, high, offsets, strict=True)
-        key = _key(slice(a - start, b - start) for a, b, start in spans)
-        found: Array = block_in(local, lengths, held.at)[key]
+        spans = [(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True)]
+        at, rows = held.at, None
+        if isinstance(at, tuple) and spans and len(at) == len(spans):
+            # Only these rows: what lies in several pieces is large, and is copied.
+            first, last = spans[0]
+            rows = at[0] + first, at[0] + last
+            at, lengths, spans[0] = (0, *at[1:]), (last - first, *lengths[1:]), (0, last - first)
+        local = self._locals.array(self.name, self.dtype, held.shard, rows)
+        found: Array = block_in(local, lengths, at)[_key(slice(*span) for span in spans)]
         return found
 
     def _agree(
