@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
     from slimckpt.export.export import ExportResult, export
+    from slimckpt.export.merge import MergeResult, merge
     from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
@@ -42,6 +43,8 @@ _HOMES = {
     "Tensor": "slimckpt.model",
     "reshard": "slimckpt.export.reshard",
     "ReshardResult": "slimckpt.export.reshard",
+    "merge": "slimckpt.export.merge",
+    "MergeResult": "slimckpt.export.merge",
     "export": "slimckpt.export.export",
     "ExportResult": "slimckpt.export.export",
     "restore": "slimckpt.rewrite.restore",
@@ -73,6 +76,7 @@ __all__ = [
     "Checkpoint",
     "ExportResult",
     "FileView",
+    "MergeResult",
     "RankView",
     "Report",
     "ReshardResult",
@@ -87,6 +91,7 @@ __all__ = [
     "WholeTensor",
     "analyze",
     "export",
+    "merge",
     "open",
     "reshard",
     "restore",

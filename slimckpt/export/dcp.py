@@ -19,8 +19,8 @@ from slimckpt.export.blueprint import Blueprint
 from slimckpt.export.entries import Entry, WholeEntry, elements_of
 from slimckpt.export.pickling import pickled
 from slimckpt.export.torch import SPELLED, put_archive, storages_of
-from slimckpt.formats.dcp_metadata import METADATA
 from slimckpt.formats.base import DCP
+from slimckpt.formats.dcp_metadata import METADATA
 from slimckpt.formats.pickles import Call, Global
 from slimckpt.layouts.covering import holder_key
 from slimckpt.layouts.layout import Box, Holder, Shape, whole_box
@@ -48,10 +48,10 @@ class BoxEntry(Entry):
         self._whole, self._box = whole, box
 
     def __getitem__(self, key: tuple[Any, ...]) -> Any:
+        """As :func:`elements_of` asks for its elements: by slices, and an ellipsis behind them."""
         spans = zip(key, self._box.offsets, strict=False)
-        return self._whole[
-            (*(slice(span.start + low, span.stop + low) for span, low in spans), ...)
-        ]
+        inside = (slice(span.start + low, span.stop + low) for span, low in spans)
+        return self._whole[(*inside, ...)]
 
     def read(self, start: int, stop: int) -> Iterator[Bytes]:
         return elements_of(self, self, start, stop)
@@ -64,9 +64,7 @@ def chunks_of(name: str, whole: WholeTensor) -> list[tuple[Holder | None, Chunk]
     """
     if whole.is_encoded or not whole.held:
         return [(None, Chunk(whole_box(whole.shape), WholeEntry(name, whole)))]
-    return [
-        (holder, Chunk(box, BoxEntry(name, whole, box))) for box, holder in whole.held
-    ]
+    return [(holder, Chunk(box, BoxEntry(name, whole, box))) for box, holder in whole.held]
 
 
 class Item(NamedTuple):
@@ -77,7 +75,9 @@ class Item(NamedTuple):
 
 
 def dcp_files(
-    tensors: dict[str, WholeTensor], carried: Sequence[Entry] = (), texts: dict[str, str] | None = None
+    tensors: dict[str, WholeTensor],
+    carried: Sequence[Entry] = (),
+    texts: dict[str, str] | None = None,
 ) -> dict[str, Blueprint]:
     """The files of a checkpoint by name.
 

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from slimckpt import effects
 from slimckpt.dtypes import OPAQUE
-from slimckpt.errors import NoSpaceError, SlimckptError, UnknownRankError, UsageError
+from slimckpt.errors import SlimckptError, UnknownRankError, UsageError
 from slimckpt.export import hdf5, mindspore, npz, safetensors, torch
-from slimckpt.export.blueprint import Blueprint, write
+from slimckpt.export.blueprint import Blueprint
 from slimckpt.export.entries import Contents, LeftOut, LocalEntry
 from slimckpt.export.values import values_in
 from slimckpt.export.weights import not_weights
-from slimckpt.model import Stat, StepLabel, compact_ranks, decode_path, encode_path, show_path
+from slimckpt.export.writing import Planned, require_room, write_all
+from slimckpt.model import StepLabel, compact_ranks, decode_path, encode_path, show_path
 from slimckpt.progress import SILENT, Progress
-from slimckpt.rewrite.access import Access, Guard, protect
-from slimckpt.rewrite.workplace import check_destination, publish, workplace
-from slimckpt.sources.digest import default_jobs
+from slimckpt.rewrite.access import Guard
+from slimckpt.rewrite.workplace import check_destination
 from slimckpt.views.checkpoint import Checkpoint, Step
 from slimckpt.views.providers import Member
 from slimckpt.views.rank import RankView
@@ -106,12 +104,6 @@ class _Rank(NamedTuple):
         return {} if self.place.rank is not None else dict(self.place.coords)
 
 
-class _Planned(NamedTuple):
-    path: bytes
-    blueprint: Blueprint
-    access: Access
-
-
 def export(
     source: str | bytes | os.PathLike[str],
     destination: str | bytes | os.PathLike[str],
@@ -190,7 +182,7 @@ def export(
             _require_dtypes(contents, format, path)
             (blueprint,) = FORMATS[format].plan(contents).values()
             stats = [(member.path, member.holding.file.stat) for member in rank.members]
-            planned.append(_Planned(path, blueprint, Guard([]).strictest(stats)))
+            planned.append(Planned(path, blueprint, Guard([]).strictest(stats)))
             shown = encode_path(path)
             count = len(contents.entries)
             result.files.append(ExportedFile(shown, rank.number, count, blueprint.nbytes))
@@ -200,9 +192,9 @@ def export(
                 f"there is no tensor to be written{' that is a weight' if only else ''};"
                 " `slimckpt ls` shows what there is"
             )
-        _require_room(result.nbytes, target)
+        require_room(result.nbytes, target)
         if not dry_run:
-            _write(planned, target, checkpoint.path, jobs, progress)
+            write_all(planned, target, checkpoint.path, jobs, progress)
     return result
 
 
@@ -304,39 +296,3 @@ def _require_dtypes(contents: Contents, format: str, path: bytes) -> None:
         f" {'--format ' + ' or '.join(able) if able else 'no other format'} has, or leave them out"
         " (--skip)"
     )
-
-
-def _require_room(nbytes: int, target: bytes) -> None:
-    parent = os.path.dirname(target)
-    free = os.statvfs(parent)
-    if nbytes > free.f_bavail * free.f_frsize:
-        raise NoSpaceError(
-            f"{show_path(target)} would have {nbytes} bytes, its file system has"
-            f" {free.f_bavail * free.f_frsize} free; nothing was written"
-        )
-
-
-def _write(
-    planned: Sequence[_Planned],
-    target: bytes,
-    source: bytes,
-    jobs: int | None,
-    progress: Progress,
-) -> None:
-    status = os.lstat(source)
-    root = Stat(status.st_mode & 0o7777, status.st_mtime_ns, status.st_uid, status.st_gid)
-    with ThreadPoolExecutor(jobs or default_jobs()) as executor, workplace(target) as work:
-        progress.start("writing", sum(one.blueprint.nbytes for one in planned))
-        try:
-            for one in planned:
-                path = os.path.join(work, one.path)
-                effects.make_directories(os.path.dirname(path))
-                write(path, one.blueprint, executor, progress)
-                protect(path, one.access)
-        finally:
-            progress.finish()
-        for directory in effects.directories_in(work):
-            effects.sync_directory(directory)
-        for directory in effects.directories_in(work):
-            protect(directory, Access((root.mode & 0o2777) | 0o700, root.uid, root.gid))
-        publish(work, target, synced=True)

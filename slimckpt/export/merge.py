@@ -2,36 +2,34 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slimckpt.analysis.categories import CATEGORIES, WEIGHTS, categorize
-from slimckpt.dtypes import BY_NAME
-from slimckpt.errors import UsageError
+from slimckpt.dtypes import OPAQUE
+from slimckpt.errors import SlimckptError, UsageError
 from slimckpt.export import safetensors
-from slimckpt.export.entries import Contents, Entry, LeftOut, WholeEntry
+from slimckpt.export.entries import Contents, LeftOut, WholeEntry
 from slimckpt.export.renaming import NONE, Renaming, read_renaming
-from slimckpt.export.replicated import replicated
 from slimckpt.export.rounding import DTYPES, RoundedEntry, in_dtype
-from slimckpt.formats.collector import TableBuilder
-from slimckpt.layouts.layout import TensorLayout
+from slimckpt.export.weights import not_weights
+from slimckpt.export.writing import Planned, require_room, write_all
 from slimckpt.layouts.recorded import LayoutLike
-from slimckpt.model import StepLabel, encode_path
+from slimckpt.model import RAW, StepLabel, Tensor
 from slimckpt.progress import SILENT, Progress
-from slimckpt.views.bound import NoLayoutError
+from slimckpt.rewrite.access import Guard
+from slimckpt.rewrite.workplace import check_destination
 from slimckpt.views.checkpoint import Checkpoint, Step
-from slimckpt.views.whole import Wholes, WholeTensor
+from slimckpt.views.whole import Wholes
 
 MAX_SHARD = "5GB"
 ONLY = ("weights",)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_BESIDE = ("scalar", "other")
-"""What may belong to a module beside its weights: counters of batches, masks, positions."""
+_NO_WEIGHT = "it is no weight"
 
 
 @dataclass(slots=True)
@@ -122,25 +120,40 @@ def merge(
     if not isinstance(rename, Renaming):
         rename = NONE if rename is None else read_renaming(Path(os.fspath(rename)))
     with Checkpoint(source) as checkpoint:
-        chosen = (
-            checkpoint.step(step, run) if step is not None else checkpoint.only_step(run, "merge")
-        )
-        wholes = _wholes(chosen, layout, allow_drift)
-        merged = _Merged(wholes, only, rename, dtype and DTYPES[dtype])
-        contents = Contents(merged.entries, left_out=[*merged.left_out, *_outside(chosen, wholes)])
-        contents.texts |= merged.tied
+        target = check_destination(os.fsencode(destination), checkpoint.path)
+        chosen = checkpoint.only_step(run, "whole_tensors", step)
+        wholes = chosen.whole_tensors(layout, allow_drift)
+        wanted = None if dtype is None else DTYPES[dtype]
+        contents, tied, unused = _merged(chosen, wholes, only, rename, wanted)
+        if not contents.entries:
+            raise UsageError("there is no tensor to be written; `slimckpt ls` shows what there is")
+        _require_dtypes(contents)
+        contents.texts |= tied
         files = safetensors.plan(contents, most)
-        write_files(files, destination, checkpoint.path, jobs, dry_run, progress)
+        sizes = {name: blueprint.nbytes for name, blueprint in files.items()}
+        require_room(sum(sizes.values()), target)
+        if not dry_run:
+            stats = [(member.path, member.holding.file.stat) for member in chosen.members]
+            access = Guard([]).strictest(stats)
+            planned = [Planned(n.encode(), blueprint, access) for n, blueprint in files.items()]
+            write_all(planned, target, checkpoint.path, jobs, progress)
+    entries = contents.entries
     return MergeResult(
-        {name: blueprint.nbytes for name, blueprint in files.items()},
-        len(merged.entries),
-        sum(entry.nbytes for entry in merged.entries),
+        sizes,
+        len(entries),
+        sum(entry.nbytes for entry in entries),
         dry_run,
-        merged.tied,
-        contents.left_out,
-        [e.name for e in merged.entries if isinstance(e, RoundedEntry) and e.overflowed],
-        merged.unused,
+        tied,
+        contents.left_out + contents.failed,
+        [e.name for e in entries if isinstance(e, RoundedEntry) and e.overflowed],
+        unused,
     )
+
+
+def _require_dtypes(contents: Contents) -> None:
+    for entry in contents.entries:
+        if entry.dtype not in safetensors.DTYPES:
+            raise UsageError(f"tensor {entry.name!a} is {entry.dtype}, which safetensors has not")
 
 
 def shard_size(text: int | str) -> int:
@@ -161,77 +174,72 @@ def shard_size(text: int | str) -> int:
     return found
 
 
-def _wholes(step: Step, layout: LayoutLike | None, allow_drift: bool) -> Wholes:
-    try:
-        return step.whole_tensors(layout, allow_drift)
-    except NoLayoutError:
-        return step.whole_tensors(replicated(step), allow_drift)
+def _merged(
+    step: Step, wholes: Wholes, only: str | None, rename: Renaming, dtype: str | None
+) -> tuple[Contents, dict[str, str], list[str]]:
+    """What is written; names that are tied to others; rules that match nothing.
 
-
-class _Merged:
-    """What is written of whole tensors, and what is not.
-
-    Of tied tensors the first is, as transformers keeps it; ``tied`` names the others.
+    Of tied tensors the first is written, as transformers has it.
     """
-
-    def __init__(
-        self, wholes: Wholes, only: str | None, rename: Renaming, dtype: str | None
-    ) -> None:
-        self.left_out: list[LeftOut] = []
-        self.tied: dict[str, str] = {}
-        self.entries: list[Entry] = []
-        chosen = self._chosen(wholes, only)
-        names, self.unused = rename.names(chosen)
-        first: dict[Hashable, str] = {}
-        for old, (whole_name, wanted) in chosen.items():
-            whole, name = wholes[whole_name], names[old]
-            whole.require()
-            entry = in_dtype(in_dtype(WholeEntry(name, whole), wanted), dtype)
-            kept = first.setdefault((whole.elements, entry.dtype), name)
-            if kept == name:
-                self.entries.append(entry)
-            else:
-                self.tied[name] = kept
-
-    def _chosen(self, wholes: Wholes, only: str | None) -> dict[str, tuple[str, str]]:
-        """Whole tensors by the names that they have before they are renamed, and their dtypes."""
-        layout = wholes.layout
-        if only and layout.weights:
-            taken = {whole for whole, _ in layout.weights.values()}
-            self._leave([name for name in layout.tensors if name not in taken])
-            return dict(layout.weights)
-        named = {name: (name, layout.tensors[name].dtype) for name in layout.tensors}
-        if only:
-            weights = _weights(layout.tensors)
-            self._leave([name for name in named if name not in weights])
-            named = {name: chosen for name, chosen in named.items() if name in weights}
-        return named
-
-    def _leave(self, names: Sequence[str]) -> None:
-        self.left_out += [LeftOut(name, "is no weight") for name in names]
+    contents = Contents()
+    tied: dict[str, str] = {}
+    chosen = _chosen(wholes, only, contents.left_out)
+    names, unused = rename.names(chosen)
+    first: dict[Hashable, str] = {}
+    for old, (whole_name, wanted) in chosen.items():
+        whole, name = wholes[whole_name], names[old]
+        whole.require()
+        entry = in_dtype(WholeEntry(name, whole), dtype or wanted)
+        kept = first.setdefault((whole.stored(), entry.dtype, entry.shape), name)
+        if kept == name:
+            contents.entries.append(entry)
+        else:
+            tied[name] = kept
+    contents.left_out += _outside(step, wholes)
+    return contents, tied, unused
 
 
-def _weights(tensors: Mapping[str, TensorLayout]) -> set[str]:
-    """Names of weights, and of buffers of the modules that have them."""
-    builder = TableBuilder()
-    for name, tensor in tensors.items():
-        nbytes = math.prod(tensor.shape) * BY_NAME[tensor.dtype].bits // 8
-        builder.tensor(name, tensor.dtype, tensor.shape, nbytes, fill=b"")
-    found = {
-        name: CATEGORIES[code]
-        for name, code in zip(tensors, categorize(builder.build()).tolist(), strict=True)
-    }
-    weights = {name for name, category in found.items() if category in WEIGHTS}
-    modules = {module for name in weights for module in _modules(name)}
-    return weights | {
-        name
-        for name, category in found.items()
-        if category in _BESIDE and next(_modules(name), None) in modules
-    }
+def _chosen(
+    wholes: Wholes, only: str | None, left_out: list[LeftOut]
+) -> dict[str, tuple[str, str | None]]:
+    """By the names that they have before they are renamed: whole tensors, and dtypes to give them
+    in."""
+    layout = wholes.layout
+    if only and layout.weights:
+        taken = {whole for whole, _ in layout.weights.values()}
+        left_out += [LeftOut(name, _NO_WEIGHT) for name in layout.tensors if name not in taken]
+        return dict(layout.weights)
+    other: Mapping[str, str] = {}
+    if only:
+        other = not_weights(
+            [
+                Tensor(name, "", each.dtype, False, each.shape, None, 0, 0, None, None, RAW)
+                for name, each in layout.tensors.items()
+            ]
+        )
+        left_out += [LeftOut(name, f"{_NO_WEIGHT}: {kind}") for name, kind in other.items()]
+    return {name: (name, None) for name in layout.tensors if name not in other}
 
 
-def _modules(name: str) -> Iterator[str]:
-    """The modules that a tensor is in, the innermost first."""
-    while "." in name:
-        name = name.rpartition(".")[0]
-        yield name
+def _outside(step: Step, wholes: Wholes) -> Iterator[LeftOut]:
+    """What files of the step have and no whole tensor has."""
+    layout = wholes.layout
+    known = {*wholes, *layout.local}
+    for name in wholes:
+        with suppress(SlimckptError):  # it may be refused, and be no weight
+            known |= {shard.name for shard in layout.tensors[name].shards if shard.name}
+    seen: set[str] = set()
+    for member in step.members:
+        if not member.holding.file.understood:
+            continue
+        table = member.holding.table
+        for row, name in enumerate(table.names()):
+            if name not in known and name not in seen:
+                seen.add(name)
+                dtype = table.dtype(row)
+                yield LeftOut(
+                    name,
+                    f"it is no tensor: {dtype.removeprefix(OPAQUE)}"
+                    if dtype.startswith(OPAQUE)
+                    else f"{layout.origin} has no place for it: of each rank its own",
+                )

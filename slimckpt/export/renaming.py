@@ -1,8 +1,8 @@
 """Rules that give tensors other names, in TOML::
 
-    [[rule]]                  # the first that matches counts; what none matches keeps its name
-    match = 'module\\.(.+)'    # a regular expression that has to match all of the name
-    to = '\\1'                 # \\1, \\g<name>: what its groups matched
+[[rule]]                  # the first that matches counts; what none matches keeps its name
+match = 'module\\.(.+)'    # a regular expression that has to match all of the name
+to = '\\1'                 # \\1, \\g<name>: what its groups matched
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ def read_renaming(path: Path) -> Renaming:
     rules = root.pop("rule", None)
     if root or not isinstance(rules, list) or not rules:
         raise UsageError(f"{label}: expected rules as [[rule]] with match and to, and nothing else")
-    return Renaming(tuple(_rule(rule, f"{label}: rule {n}") for n, rule in enumerate(rules, 1)), label)
+    return Renaming(
+        tuple(_rule(rule, f"{label}: rule {n}") for n, rule in enumerate(rules, 1)), label
+    )
 
 
 def _rule(rule: object, label: str) -> tuple[re.Pattern[str], str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from slimckpt.errors import (
@@ -120,6 +120,14 @@ class Locals:
             found = self.find(name, dtype, shard)
             self._digests[key] = digest_of(found.holding, found.row)
         return self._digests[key]
+
+    def stored(self, name: str, dtype: str, shard: Shard) -> Hashable | None:
+        """Which elements of which payload the local tensor views; ``None`` where it has none."""
+        found = self.find(name, dtype, shard)
+        tensor = tensor_of(found.holding, found.row)
+        if tensor.payload is None:
+            return None
+        return found.holding, tensor.payload, tensor.offset, tensor.strides
 
     def _look_up(self, name: str, local: str, shard: Shard) -> tuple[Holding, int]:
         try:

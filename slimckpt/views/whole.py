@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,7 +12,7 @@ import numpy as np
 from slimckpt.dtypes import numpy_dtype
 from slimckpt.errors import CheckFailedError
 from slimckpt.layouts.covering import Covering, Coverings, Held, show_box, who
-from slimckpt.layouts.layout import Box, Layout, Shape, Shard, TensorLayout
+from slimckpt.layouts.layout import Box, Holder, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.slicing import block_in
 from slimckpt.model import RAW
 from slimckpt.views.arrays import Array, equal_bytes
@@ -98,6 +98,26 @@ class WholeTensor:
             self._locals.encoding(self.name, self.dtype, shard) != RAW
             for shard in self.layout.shards
         )
+
+    @property
+    def held(self) -> list[tuple[Box, Holder]]:
+        """Its parts, none of them empty: each, and the lowest of those that have it. None where
+        parts overlap each other."""
+        covering = self._covering
+        if covering.overlap is not None:
+            return []
+        pairs = zip(covering.boxes, covering.held, strict=True)
+        return [(box, held[0].shard.holder) for box, held in pairs]
+
+    def stored(self) -> Hashable:
+        """Where its elements lie in the files that have them: equal for tensors that are tied."""
+        found: list[Hashable] = []
+        for box, (first, *_) in zip(self._covering.boxes, self._covering.held, strict=True):
+            place = self._locals.stored(self.name, self.dtype, first.shard)
+            if place is None:
+                return self.name
+            found.append((box, first.at, first.shard.shape, place))
+        return tuple(found) or self.name
 
     def _read(self, low: Shape, high: Shape) -> Array:
         """The elements of a box of the whole tensor."""
