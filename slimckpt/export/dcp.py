@@ -51,7 +51,8 @@ class BoxEntry(Entry):
         """As :func:`elements_of` asks for its elements: by slices, and an ellipsis behind them."""
         spans = zip(key, self._box.offsets, strict=False)
         inside = (slice(span.start + low, span.stop + low) for span, low in spans)
-        return self._whole[(*inside, ...)]
+        whole_key = (*inside, ...)
+        return self._whole[whole_key]
 
     def read(self, start: int, stop: int) -> Iterator[Bytes]:
         return elements_of(self, self, start, stop)
