@@ -15,8 +15,11 @@ from slimckpt.export import safetensors
 from slimckpt.export.entries import Contents, LeftOut, WholeEntry
 from slimckpt.export.renaming import NONE, Renaming, read_renaming
 from slimckpt.export.rounding import DTYPES, RoundedEntry, in_dtype
+from slimckpt.export.values import values_in
 from slimckpt.export.weights import not_weights
 from slimckpt.export.writing import Planned, require_room, write_all
+from slimckpt.formats.dcp_metadata import read_metadata
+from slimckpt.layouts.dcp import metadata_among
 from slimckpt.layouts.recorded import LayoutLike
 from slimckpt.model import RAW, StepLabel, Tensor
 from slimckpt.progress import SILENT, Progress
@@ -243,3 +246,18 @@ def _outside(step: Step, wholes: Wholes) -> Iterator[LeftOut]:
                     if dtype.startswith(OPAQUE)
                     else f"{layout.origin} has no place for it: of each rank its own",
                 )
+    values = dict.fromkeys(_values(step))
+    yield from (LeftOut(name, "it is a value of Python, no tensor") for name in values)
+
+
+def _values(step: Step) -> Iterator[str]:
+    """Names of what is pickled beside tensors."""
+    metadata = metadata_among(step.members)
+    if metadata is not None:
+        with metadata.holding.source() as source:
+            items = read_metadata(source).items
+        yield from (item.name for item in items if item.offsets is None)
+        return
+    for member in step.members:
+        if member.holding.file.understood:
+            yield from values_in(member.holding)
