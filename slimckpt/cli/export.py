@@ -21,7 +21,7 @@ from slimckpt.cli.show import (
 )
 
 SCHEMA = "slimckpt.export/1"
-FORMATS = ("safetensors", "mindspore", "torch", "npz", "hdf5")
+FORMATS = ("safetensors", "mindspore", "torch", "npz", "hdf5", "dcp")
 _SHOWN = 5
 
 
@@ -65,6 +65,7 @@ def export_command(
     torch        a dict of tensors for torch.load(weights_only=True); shared storages stay shared
     npz          dtypes that numpy does not have are V1 and V2: .view(ml_dtypes.bfloat16)
     hdf5         a dataset for each tensor; / in names makes groups
+    dcp          all ranks as one directory of torch.distributed.checkpoint
     """
     from slimckpt.export.export import export
 

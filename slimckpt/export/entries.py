@@ -128,6 +128,8 @@ class WholeEntry(Entry):
 def elements_of(array: Any, entry: Entry, start: int, stop: int) -> Iterator[Bytes]:
     """:meth:`Entry.read` of an entry whose elements are those of ``array``: something that is
     indexed as numpy's are."""
+    if start == stop:
+        return
     inner = entry.itemsize
     for dim in reversed(entry.stored):
         if inner * dim > CHUNK:

@@ -12,10 +12,12 @@ from slimckpt.dtypes import OPAQUE
 from slimckpt.errors import SlimckptError, UnknownRankError, UsageError
 from slimckpt.export import hdf5, mindspore, npz, safetensors, torch
 from slimckpt.export.blueprint import Blueprint
+from slimckpt.export.dcp import DcpResult, export_dcp
 from slimckpt.export.entries import Contents, LeftOut, LocalEntry
-from slimckpt.export.values import values_in
+from slimckpt.export.values import text_of, values_in
 from slimckpt.export.weights import not_weights
 from slimckpt.export.writing import Planned, require_room, write_all
+from slimckpt.formats.dcp_metadata import METADATA
 from slimckpt.model import StepLabel, compact_ranks, decode_path, encode_path, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Guard
@@ -30,8 +32,6 @@ _ENDINGS = (
     *(".ckpt", ".safetensors", ".pt", ".pth", ".bin", ".npz", ".npy", ".h5", ".hdf5", ".keras"),
     *(".pdparams", ".pdopt", ".pkl", ".pickle"),
 )
-_TEXT = "opaque:str"
-"""Of a text in a file of MindSpore: UTF-32, little endian."""
 
 
 class Format(NamedTuple):
@@ -60,6 +60,8 @@ FORMATS: Mapping[str, Format] = {
     "hdf5": Format(".h5", hdf5.DTYPES, hdf5.plan),
 }
 """Formats of one file for each rank."""
+OF_ALL_RANKS = "dcp"
+"""A directory of torch.distributed.checkpoint, whose files are nothing without each other."""
 
 
 @dataclass(slots=True)
@@ -135,7 +137,8 @@ def export(
         for ``torch.load(weights_only=True)``; tensors that share a storage in the source share one.
         ``safetensors``: tensors that share a storage are written each. ``npz``: dtypes that numpy
         does not have come as ``V1`` and ``V2``; ``.view(ml_dtypes.bfloat16)`` gives them back.
-        ``hdf5``: a dataset for each tensor, ``/`` in names nests.
+        ``hdf5``: a dataset for each tensor, ``/`` in names nests. ``dcp``: a directory of
+        torch.distributed.checkpoint, of whole tensors in the chunks that ranks hold.
     ranks
         Only these.
     step, run
@@ -166,10 +169,28 @@ def export(
     What each file will be is decided first. Then every thread holds some MiB at a time, or, of a
     tensor that is compressed in the source, all of it.
     """
-    if format not in FORMATS:
-        raise UsageError(f"there is no format {format!r}; there are {', '.join(FORMATS)}")
+    if format not in (*FORMATS, OF_ALL_RANKS):
+        there = ", ".join((*FORMATS, OF_ALL_RANKS))
+        raise UsageError(f"there is no format {format!r}; there are {there}")
     if only not in (None, "weights"):
         raise UsageError(f"only={only!r} means nothing; only='weights' does")
+    if format == OF_ALL_RANKS:
+        if ranks is not None:
+            raise UsageError(f"{format} is of all ranks together; leave out which (--rank)")
+        return _of_all_ranks(
+            export_dcp(
+                source,
+                destination,
+                step=step,
+                run=run,
+                only=only,
+                categories=categories,
+                skip=skip,
+                jobs=jobs,
+                dry_run=dry_run,
+                progress=progress,
+            )
+        )
     with Checkpoint(source) as checkpoint:
         target = check_destination(os.fsencode(destination), checkpoint.path)
         chosen = checkpoint.only_step(run, "rank", step)
@@ -195,6 +216,14 @@ def export(
         require_room(result.nbytes, target)
         if not dry_run:
             write_all(planned, target, checkpoint.path, jobs, progress)
+    return result
+
+
+def _of_all_ranks(found: DcpResult) -> ExportResult:
+    result = ExportResult(OF_ALL_RANKS, dry_run=found.dry_run)
+    for path, nbytes in found.files.items():
+        result.files.append(ExportedFile(path, None, found.counts.get(path, 0), nbytes))
+    result.left_out += [(METADATA, *one) for one in found.left_out]
     return result
 
 
@@ -251,7 +280,7 @@ def _contents(
             contents.left_out.append(LeftOut(name, "it is skipped"))
         elif name in other:
             contents.left_out.append(LeftOut(name, f"it is no weight: {other[name]}"))
-        elif tensor.dtype == _TEXT and (text := _text(view.raw(name))) is not None:
+        elif (text := text_of(view, name)) is not None:
             contents.texts[name] = text
         elif is_text:
             reason = f"it is no tensor: {tensor.dtype.removeprefix(OPAQUE)}"
@@ -274,13 +303,6 @@ def _values(member: Member) -> Iterator[LeftOut]:
     except SlimckptError as error:
         path = encode_path(member.path)
         yield LeftOut(path, f"what it has besides tensors cannot be read: {error}")
-
-
-def _text(raw: bytes) -> str | None:
-    try:
-        return raw.decode("utf-32-le").removesuffix("\0")
-    except UnicodeDecodeError:
-        return None
 
 
 def _require_dtypes(contents: Contents, format: str, path: bytes) -> None:

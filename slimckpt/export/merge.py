@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from slimckpt.dtypes import OPAQUE
-from slimckpt.errors import SlimckptError, UsageError
+from slimckpt.errors import UsageError
 from slimckpt.export import safetensors
 from slimckpt.export.entries import Contents, LeftOut, WholeEntry
 from slimckpt.export.renaming import NONE, Renaming, read_renaming
 from slimckpt.export.rounding import DTYPES, RoundedEntry, in_dtype
-from slimckpt.export.values import values_in
-from slimckpt.export.weights import not_weights
+from slimckpt.export.wholes import chosen_of, outside_of
 from slimckpt.export.writing import Planned, require_room, write_all
-from slimckpt.formats.dcp_metadata import read_metadata
-from slimckpt.layouts.dcp import metadata_among
 from slimckpt.layouts.recorded import LayoutLike
-from slimckpt.model import RAW, StepLabel, Tensor
+from slimckpt.model import StepLabel
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Guard
 from slimckpt.rewrite.workplace import check_destination
@@ -32,7 +27,6 @@ MAX_SHARD = "5GB"
 ONLY = ("weights",)
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
-_NO_WEIGHT = "it is no weight"
 
 
 @dataclass(slots=True)
@@ -186,7 +180,7 @@ def _merged(
     """
     contents = Contents()
     tied: dict[str, str] = {}
-    chosen = _chosen(wholes, only, contents.left_out)
+    chosen = chosen_of(wholes, only, contents.left_out)
     names, unused = rename.names(chosen)
     first: dict[Hashable, str] = {}
     for old, (whole_name, wanted) in chosen.items():
@@ -198,66 +192,5 @@ def _merged(
             contents.entries.append(entry)
         else:
             tied[name] = kept
-    contents.left_out += _outside(step, wholes)
+    contents.left_out += outside_of(step, wholes)
     return contents, tied, unused
-
-
-def _chosen(
-    wholes: Wholes, only: str | None, left_out: list[LeftOut]
-) -> dict[str, tuple[str, str | None]]:
-    """By the names that they have before they are renamed: whole tensors, and dtypes to give them
-    in."""
-    layout = wholes.layout
-    if only and layout.weights:
-        taken = {whole for whole, _ in layout.weights.values()}
-        left_out += [LeftOut(name, _NO_WEIGHT) for name in layout.tensors if name not in taken]
-        return dict(layout.weights)
-    other: Mapping[str, str] = {}
-    if only:
-        other = not_weights(
-            [
-                Tensor(name, "", each.dtype, False, each.shape, None, 0, 0, None, None, RAW)
-                for name, each in layout.tensors.items()
-            ]
-        )
-        left_out += [LeftOut(name, f"{_NO_WEIGHT}: {kind}") for name, kind in other.items()]
-    return {name: (name, None) for name in layout.tensors if name not in other}
-
-
-def _outside(step: Step, wholes: Wholes) -> Iterator[LeftOut]:
-    """What files of the step have and no whole tensor has."""
-    layout = wholes.layout
-    known = {*wholes, *layout.local}
-    for name in wholes:
-        with suppress(SlimckptError):  # it may be refused, and be no weight
-            known |= {shard.name for shard in layout.tensors[name].shards if shard.name}
-    seen: set[str] = set()
-    for member in step.members:
-        if not member.holding.file.understood:
-            continue
-        table = member.holding.table
-        for row, name in enumerate(table.names()):
-            if name not in known and name not in seen:
-                seen.add(name)
-                dtype = table.dtype(row)
-                yield LeftOut(
-                    name,
-                    f"it is no tensor: {dtype.removeprefix(OPAQUE)}"
-                    if dtype.startswith(OPAQUE)
-                    else f"{layout.origin} has no place for it: of each rank its own",
-                )
-    values = dict.fromkeys(_values(step))
-    yield from (LeftOut(name, "it is a value of Python, no tensor") for name in values)
-
-
-def _values(step: Step) -> Iterator[str]:
-    """Names of what is pickled beside tensors."""
-    metadata = metadata_among(step.members)
-    if metadata is not None:
-        with metadata.holding.source() as source:
-            items = read_metadata(source).items
-        yield from (item.name for item in items if item.offsets is None)
-        return
-    for member in step.members:
-        if member.holding.file.understood:
-            yield from values_in(member.holding)

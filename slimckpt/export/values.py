@@ -11,8 +11,10 @@ from slimckpt.formats.objects import Part, Trail, Walk
 from slimckpt.formats.pickles import Call, Dict, PickleReader, pairs_of
 from slimckpt.formats.torch_files import archives_of, read_archive, read_legacy
 from slimckpt.formats.torch_tensors import archive_of, rebuilt, storage_of
+from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import Holding
 
+_TEXT = "opaque:str"
 _LEAVES = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -45,6 +47,17 @@ def values_in(holding: Holding) -> list[str]:
             walk = Walk(source.label, source.size)
             walk(root, _Visit(walk, found))
     return list(found)
+
+
+def text_of(view: TensorView, name: str) -> str | None:
+    """A text in a file of MindSpore (UTF-32, little endian); ``None`` where it is something
+    else."""
+    if view.info(name).dtype != _TEXT:
+        return None
+    try:
+        return view.raw(name).decode("utf-32-le").removesuffix("\0")
+    except UnicodeDecodeError:
+        return None
 
 
 class _Visit:
