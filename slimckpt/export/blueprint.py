@@ -80,10 +80,20 @@ class _Unit(NamedTuple):
     parts: tuple[_Part, ...]
     nbytes: int
     summed: bool
+    unload: Callable[[], object]
 
 
-def write(path: bytes, blueprint: Blueprint, executor: Executor, progress: Progress) -> None:
+def write(
+    path: bytes,
+    blueprint: Blueprint,
+    executor: Executor,
+    progress: Progress,
+    unload: Callable[[], object] = lambda: None,
+) -> None:
     """Write a new file, and make it durable.
+
+    ``unload`` is called when elements of some MiB were written: what they were read from is not
+    needed any more.
 
     Notes
     -----
@@ -93,7 +103,7 @@ def write(path: bytes, blueprint: Blueprint, executor: Executor, progress: Progr
     try:
         effects.allocate(fd, blueprint.nbytes, path)
         sums = [body.seed for body in blueprint.bodies]
-        for unit, found in run_units(executor, _write, _units(blueprint, fd, path)):
+        for unit, found in run_units(executor, _write, _units(blueprint, fd, path, unload)):
             for number, crc in found:
                 sums[number] = crc
             progress.advance(unit.nbytes)
@@ -105,7 +115,9 @@ def write(path: bytes, blueprint: Blueprint, executor: Executor, progress: Progr
         os.close(fd)
 
 
-def _units(blueprint: Blueprint, fd: int, path: bytes) -> Iterator[_Unit]:
+def _units(
+    blueprint: Blueprint, fd: int, path: bytes, unload: Callable[[], object]
+) -> Iterator[_Unit]:
     summed = bool(blueprint.late)
     parts: list[_Part] = [(-1, literal) for literal in blueprint.literals]
     parts.extend(enumerate(blueprint.bodies))
@@ -116,7 +128,7 @@ def _units(blueprint: Blueprint, fd: int, path: bytes) -> Iterator[_Unit]:
         size = _nbytes(part)
         large = isinstance(part, Body) and size >= _SMALL
         if some and (large or part[0] + size - some[0][1][0] > _TOGETHER):
-            yield _Unit(fd, path, tuple(some), nbytes, summed)
+            yield _Unit(fd, path, tuple(some), nbytes, summed, unload)
             some, nbytes = [], 0
         if not large:
             some.append((number, part))
@@ -128,9 +140,9 @@ def _units(blueprint: Blueprint, fd: int, path: bytes) -> Iterator[_Unit]:
         for low in range(part.start, part.stop, step):
             at, high = part.at + low - part.start, min(low + step, part.stop)
             cut = part._replace(at=at, start=low, stop=high)
-            yield _Unit(fd, path, ((number, cut),), high - low, summed)
+            yield _Unit(fd, path, ((number, cut),), high - low, summed, unload)
     if some:
-        yield _Unit(fd, path, tuple(some), nbytes, summed)
+        yield _Unit(fd, path, tuple(some), nbytes, summed, unload)
 
 
 def _nbytes(part: Body | tuple[int, bytes]) -> int:
@@ -152,6 +164,8 @@ def _write(unit: _Unit) -> list[tuple[int, int]]:
         for data in pieces:
             if buffer is None:
                 effects.write_at(unit.fd, data, at, unit.path)
+                if len(data) >= _TOGETHER:
+                    unit.unload()
             else:
                 buffer[at - low : at - low + len(data)] = memoryview(data)
             at += len(data)
@@ -161,4 +175,6 @@ def _write(unit: _Unit) -> list[tuple[int, int]]:
             sums.append((number, crc))
     if buffer is not None:
         effects.write_at(unit.fd, buffer, low, unit.path)
+        if len(buffer) >= _TOGETHER // 2:
+            unit.unload()
     return sums

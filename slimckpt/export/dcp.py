@@ -176,7 +176,7 @@ def export_dcp(
             stats = [(member.path, member.holding.file.stat) for member in chosen.members]
             access = Guard([]).strictest(stats)
             planned = [Planned(n.encode(), blueprint, access) for n, blueprint in files.items()]
-            write_all(planned, target, checkpoint.path, jobs, progress)
+            write_all(planned, target, checkpoint.path, jobs, progress, checkpoint.unload)
     carried = [entry.name for entry in contents.entries]
     tensors = {name: len(chunks) for name, chunks in held.items()} | dict.fromkeys(carried, 1)
     counts = {

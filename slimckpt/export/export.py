@@ -215,7 +215,7 @@ def export(
             )
         require_room(result.nbytes, target)
         if not dry_run:
-            write_all(planned, target, checkpoint.path, jobs, progress)
+            write_all(planned, target, checkpoint.path, jobs, progress, checkpoint.unload)
     return result
 
 

@@ -133,7 +133,7 @@ def merge(
             stats = [(member.path, member.holding.file.stat) for member in chosen.members]
             access = Guard([]).strictest(stats)
             planned = [Planned(n.encode(), blueprint, access) for n, blueprint in files.items()]
-            write_all(planned, target, checkpoint.path, jobs, progress)
+            write_all(planned, target, checkpoint.path, jobs, progress, checkpoint.unload)
     entries = contents.entries
     return MergeResult(
         sizes,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -42,6 +42,7 @@ def write_all(
     source: bytes,
     jobs: int | None,
     progress: Progress,
+    unload: Callable[[], object] = lambda: None,
 ) -> None:
     """Write new files into a directory beside the destination, and publish it; what ``source``, a
     directory, lets be seen, and no more, may be seen of it."""
@@ -53,7 +54,7 @@ def write_all(
             for one in planned:
                 path = os.path.join(work, one.path)
                 effects.make_directories(os.path.dirname(path))
-                write(path, one.blueprint, executor, progress)
+                write(path, one.blueprint, executor, progress, unload)
                 protect(path, one.access)
         finally:
             progress.finish()
