@@ -17,6 +17,7 @@ from slimckpt.export.blueprint import Blueprint, write
 from slimckpt.export.entries import Contents, LeftOut, LocalEntry
 from slimckpt.export.values import values_in
 from slimckpt.export.weights import not_weights
+from slimckpt.layouts.stored import NAME
 from slimckpt.model import Stat, StepLabel, compact_ranks, decode_path, encode_path, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Access, Guard, protect
@@ -271,6 +272,8 @@ def _contents(
     for member in rank.members:
         contents.left_out += _values(member)
     for path, reason in view.not_read:
+        if os.path.basename(decode_path(path)) == NAME:
+            continue  # our own, of how the ranks lie
         contents.left_out.append(LeftOut(path, f"the file has no tensors: {reason}"))
     return contents
 

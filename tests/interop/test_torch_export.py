@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,9 +17,11 @@ import slimckpt
 
 
 def flat(value: Any, prefix: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of an object, by their path in it."""
+    """The tensors and arrays of an object, by their path in it."""
     if isinstance(value, torch.Tensor):
         return {prefix: value}
+    if isinstance(value, np.ndarray):  # of numpy's generator
+        return {prefix: torch.from_numpy(value)}
     items: Any = ()
     if isinstance(value, dict):
         items = value.items()
@@ -70,7 +73,7 @@ def test_views_with_strides_and_dtypes_of_all_kinds(tmp_path: Path) -> None:
         "every_second": base[::2, 1::3],
         "bf16": torch.randn(7, 5).to(torch.bfloat16),
         "fp8": torch.randn(7, 5).to(torch.float8_e4m3fn),
-        "u16": torch.arange(5, dtype=torch.uint16),
+        "u16": torch.arange(5).to(torch.uint16),
         "complex": torch.randn(3, dtype=torch.complex64),
         "bool": torch.tensor([True, False]),
         "scalar": torch.tensor(3, dtype=torch.int64),
