@@ -45,7 +45,6 @@ _HOMES = {
     "ReshardResult": "slimckpt.export.reshard",
     "merge": "slimckpt.export.merge",
     "MergeResult": "slimckpt.export.merge",
-    "export": "slimckpt.export.export",
     "ExportResult": "slimckpt.export.export",
     "restore": "slimckpt.rewrite.restore",
     "RestoreResult": "slimckpt.rewrite.restore",
@@ -65,6 +64,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "export":
+        return import_module("slimckpt.export")  # which can be called
     if name not in _HOMES:
         raise AttributeError(f"module 'slimckpt' has no attribute {name!r}")
     found = getattr(import_module(_HOMES[name]), name)

@@ -18,6 +18,7 @@ from slimckpt.export.values import text_of, values_in
 from slimckpt.export.weights import not_weights
 from slimckpt.export.writing import Planned, require_room, write_all
 from slimckpt.formats.dcp_metadata import METADATA
+from slimckpt.layouts.stored import NAME
 from slimckpt.model import StepLabel, compact_ranks, decode_path, encode_path, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Guard
@@ -292,6 +293,8 @@ def _contents(
     for member in rank.members:
         contents.left_out += _values(member)
     for path, reason in view.not_read:
+        if os.path.basename(decode_path(path)) == NAME:
+            continue  # our own, of how the ranks lie
         contents.left_out.append(LeftOut(path, f"the file has no tensors: {reason}"))
     return contents
 

@@ -6,6 +6,8 @@ Dtypes that numpy does not have are written as ``V1`` and ``V2``, as numpy itsel
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from slimckpt.dtypes import BY_NAME, numpy_dtype
@@ -23,8 +25,7 @@ def plan(contents: Contents) -> dict[str, Blueprint]:
     archive = Archive(blueprint)
     for entry in contents.entries:
         dtype = numpy_dtype(entry.dtype)
-        is_own = dtype.isbuiltin == 1
-        descr = dtype.str if is_own else f"|V{dtype.itemsize}"
+        descr = f"|V{dtype.itemsize}" if _is_void(dtype) else dtype.str
         archive.put(f"{entry.name}.npy", entry, _header(descr, entry.stored))
     for name, text in contents.texts.items():
         array = np.array(text, "<U")
@@ -33,9 +34,9 @@ def plan(contents: Contents) -> dict[str, Blueprint]:
     return {"model.npz": blueprint}
 
 
-def is_void(dtype: str) -> bool:
-    """Whether numpy has no dtype of its own for it."""
-    return numpy_dtype(dtype).isbuiltin != 1
+def _is_void(dtype: np.dtype[Any]) -> bool:
+    """Whether it is none of numpy's own."""
+    return dtype.type.__module__ != "numpy"
 
 
 def _header(descr: str, shape: tuple[int, ...]) -> bytes:

@@ -96,7 +96,8 @@ def test_what_is_exported_reads_back_equal(format: str, tree: Path, tmp_path: Pa
             wanted = {n: v for n, v in contents(tree, rank).items() if n not in skip}
             found = contents(target, rank)
             if format == "npz":
-                assert found.pop("block.BF16")[2] == wanted.pop("block.BF16")[2]
+                with slimckpt.open(target) as ckpt:
+                    found["block.BF16"] = ("BF16", (3, 5), ckpt.rank(rank).raw("block.BF16"))
             assert found == wanted
 
 
@@ -172,7 +173,7 @@ def test_a_resharded_store_is_exported(tmp_path: Path) -> None:
     assert [file.rank for file in result.files] == [0, 1, 2, 3]
     truth = json.loads((SAMPLES / "ms_reshard_8to4" / "expected.json").read_text())["files"]
     for rank, file in enumerate(result.files):
-        assert file.path == f"rank_{rank}/tensors.ckpt"
+        assert file.path == f"step_1_1/rank_{rank}/tensors.ckpt"
         params = truth[f"rank_{rank}/net{rank}.ckpt"]["params"]
         with slimckpt.open(tmp_path / "out") as ckpt:
             view = ckpt.files[file.path]
