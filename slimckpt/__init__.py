@@ -18,6 +18,8 @@ from slimckpt.errors import SlimckptError
 if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
+    from slimckpt.export.export import ExportResult, export
+    from slimckpt.export.merge import MergeResult, merge
     from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
@@ -41,6 +43,9 @@ _HOMES = {
     "Tensor": "slimckpt.model",
     "reshard": "slimckpt.export.reshard",
     "ReshardResult": "slimckpt.export.reshard",
+    "merge": "slimckpt.export.merge",
+    "MergeResult": "slimckpt.export.merge",
+    "ExportResult": "slimckpt.export.export",
     "restore": "slimckpt.rewrite.restore",
     "RestoreResult": "slimckpt.rewrite.restore",
     "slim": "slimckpt.rewrite.slim",
@@ -59,6 +64,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "export":
+        return import_module("slimckpt.export")  # which can be called
     if name not in _HOMES:
         raise AttributeError(f"module 'slimckpt' has no attribute {name!r}")
     found = getattr(import_module(_HOMES[name]), name)
@@ -68,7 +75,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Checkpoint",
+    "ExportResult",
     "FileView",
+    "MergeResult",
     "RankView",
     "Report",
     "ReshardResult",
@@ -82,6 +91,8 @@ __all__ = [
     "VerifyResult",
     "WholeTensor",
     "analyze",
+    "export",
+    "merge",
     "open",
     "reshard",
     "restore",

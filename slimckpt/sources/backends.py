@@ -111,6 +111,11 @@ class Backend(ABC):
             span = Span(offset, nbytes)
             read_spans_into(fd, [span], reusable_buffer(nbytes), show_path(path))
 
+    def unload(self) -> None:
+        """Let go of the pages of files that were touched, not of the files: pages that are touched
+        again come back from the page cache. For who reads all of a large file once."""
+        return
+
     def close(self) -> None:
         """Let go of all files. Arrays handed out stay valid."""
         self.closed = True
@@ -190,6 +195,7 @@ class MmapBackend(Backend):
         super().__init__(damaged, files)
         self._lock = threading.Lock()
         self._files: dict[bytes, Bytes | None] = {}
+        self._maps: list[mmap.mmap] = []
         self._warm: set[tuple[bytes, int]] = set()
         self._told = False
 
@@ -243,6 +249,12 @@ class MmapBackend(Backend):
         super().close()
         with self._lock:
             self._files.clear()
+            self._maps.clear()
+
+    def unload(self) -> None:
+        with self._lock:
+            for mapped in self._maps:
+                mapped.madvise(mmap.MADV_DONTNEED)
 
     def _whole(self, path: bytes, expected_size: int) -> Bytes | None:
         with self._lock:
@@ -260,6 +272,7 @@ class MmapBackend(Backend):
             except (OSError, ValueError) as error:
                 self._tell(path, error)
                 return None
+        self._maps.append(mapped)
         return np.frombuffer(mapped, np.uint8)
 
     def _tell(self, path: bytes, error: Exception) -> None:

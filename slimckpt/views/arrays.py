@@ -89,6 +89,28 @@ class Arrays:
         _check_inside(holding, tensor, start, stop, sum(s.nbytes for s in stretches))
         return list(_cut(stretches, start, stop))
 
+    def part(self, holding: Holding, tensor: Tensor, start: int, stop: int) -> Bytes:
+        """Bytes ``start`` to ``stop`` of the stream of a tensor's payload, as they are stored.
+
+        Where it lies in several pieces, these alone are copied.
+        """
+        data = self._stored(holding, tensor, start, stop)
+        return np.full(stop - start, data, np.uint8) if isinstance(data, int) else data
+
+    def rows(self, holding: Holding, row: int, first: int, last: int) -> Array:
+        """Rows ``first`` to before ``last`` of a tensor that has at least one axis.
+
+        Where it lies in several pieces, these alone are copied.
+        """
+        tensor, dtype, shape = described(holding, row)
+        whole = tensor.encoding != RAW or tensor.strides is not None or tensor.payload is None
+        if whole or self.writable or len(_stretches(holding, tensor)) < 2:
+            return self.array(holding, row)[first:last]
+        each = tensor.nbytes // shape[0]
+        at = tensor.offset
+        data = self.part(holding, tensor, at + first * each, at + last * each)
+        return data.view(dtype).reshape(last - first, *shape[1:])
+
     def raw(self, holding: Holding, row: int) -> bytes:
         """The bytes of a tensor of any type, in C order, as the file stores them."""
         tensor = tensor_of(holding, row)

@@ -124,6 +124,11 @@ class Checkpoint:
         """Let go of all files. Its views are of no more use; arrays taken from them stay valid."""
         self._backend.close()
 
+    def unload(self) -> None:
+        """Give pages of files that were touched back to the page cache: memory of this process does
+        not grow with what it reads through. Arrays stay valid; what is touched again comes back."""
+        self._backend.unload()
+
     @property
     def path(self) -> bytes:
         """Where it was opened, absolute."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 from slimckpt.errors import (
@@ -15,7 +15,7 @@ from slimckpt.errors import (
 from slimckpt.layouts.covering import who
 from slimckpt.layouts.layout import Holder, Shape, Shard
 from slimckpt.model import Span
-from slimckpt.views.arrays import Array, Arrays, digest_of, is_readable, tensor_of
+from slimckpt.views.arrays import Array, Arrays, digest_of, is_readable, packed_shape, tensor_of
 from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import Holding
 
@@ -87,20 +87,31 @@ class Locals:
             )
         return found
 
-    def array(self, name: str, dtype: str, shard: Shard) -> Array:
-        """The local tensor itself."""
+    def array(
+        self, name: str, dtype: str, shard: Shard, rows: tuple[int, int] | None = None
+    ) -> Array:
+        """The local tensor itself; with ``rows`` only those from the first to before the last."""
         found = self.find(name, dtype, shard)
         array = None
         if shard.within is None:
             array = self._views[shard.holder]._plain(shard.name or name)
         if array is None:
+            tensor = tensor_of(found.holding, found.row)
+            if rows is not None and packed_shape(tensor) == shard.shape:
+                return self._arrays.rows(found.holding, found.row, *rows)
             array = self._arrays.array(found.holding, found.row)
+            rows = None
         if array.shape != shard.shape:
             raise CheckFailedError(
                 f"tensor {name!a} of {who(shard.holder)} is {dtype}, of less than a byte each; such"
                 " are not read through a layout, only by rank or file"
             )
-        return array
+        return array if rows is None else array[slice(*rows)]
+
+    def encoding(self, name: str, dtype: str, shard: Shard) -> str:
+        """How the bytes of the local tensor are encoded."""
+        found = self.find(name, dtype, shard)
+        return tensor_of(found.holding, found.row).encoding
 
     def digest(self, name: str, dtype: str, shard: Shard) -> bytes | None:
         """The digest of the bytes of a local tensor, where it is known."""
@@ -109,6 +120,14 @@ class Locals:
             found = self.find(name, dtype, shard)
             self._digests[key] = digest_of(found.holding, found.row)
         return self._digests[key]
+
+    def stored(self, name: str, dtype: str, shard: Shard) -> Hashable | None:
+        """Which elements of which payload the local tensor views; ``None`` where it has none."""
+        found = self.find(name, dtype, shard)
+        tensor = tensor_of(found.holding, found.row)
+        if tensor.payload is None:
+            return None
+        return found.holding, tensor.payload, tensor.offset, tensor.strides
 
     def _look_up(self, name: str, local: str, shard: Shard) -> tuple[Holding, int]:
         try:

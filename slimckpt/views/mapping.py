@@ -23,7 +23,7 @@ from slimckpt.views.copying import LARGE, copy_tensor, room
 from slimckpt.views.names import Names
 from slimckpt.views.plain import PlainTensors
 from slimckpt.views.prefetch import Prefetch
-from slimckpt.views.providers import Member, Stretch
+from slimckpt.views.providers import Holding, Member, Stretch
 
 Found = tuple[Member, int]
 """A tensor: its file, and its row there."""
@@ -98,6 +98,17 @@ class TensorView(Mapping[str, Array]):
     def __eq__(self, other: object) -> bool:
         """Identity: comparing all arrays is for the caller to ask for."""
         return self is other
+
+    @property
+    def arrays(self) -> Arrays:
+        """What makes its arrays."""
+        return self._arrays
+
+    def located(self, name: str) -> tuple[Holding, int]:
+        """The file that has the tensor of a name, or the entry that is no array, and its row
+        there."""
+        member, row = self._find(name, opaque=True)
+        return member.holding, row
 
     @property
     def opaque(self) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,9 @@ import numpy as np
 from slimckpt.dtypes import numpy_dtype
 from slimckpt.errors import CheckFailedError
 from slimckpt.layouts.covering import Covering, Coverings, Held, show_box, who
-from slimckpt.layouts.layout import Box, Layout, Shape, Shard, TensorLayout
+from slimckpt.layouts.layout import Box, Holder, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.slicing import block_in
+from slimckpt.model import RAW
 from slimckpt.views.arrays import Array, equal_bytes
 from slimckpt.views.locals import Locals
 
@@ -89,6 +90,35 @@ class WholeTensor:
         for shard in self.layout.shards:
             self._locals.find(self.name, self.dtype, shard)
 
+    @property
+    def is_encoded(self) -> bool:
+        """Whether some of it has to be decoded, all of a local tensor at a time, whatever part is
+        read."""
+        return any(
+            self._locals.encoding(self.name, self.dtype, shard) != RAW
+            for shard in self.layout.shards
+        )
+
+    @property
+    def held(self) -> list[tuple[Box, Holder]]:
+        """Its parts, none of them empty: each, and the lowest of those that have it. None where
+        parts overlap each other."""
+        covering = self._covering
+        if covering.overlap is not None:
+            return []
+        pairs = zip(covering.boxes, covering.held, strict=True)
+        return [(box, held[0].shard.holder) for box, held in pairs]
+
+    def stored(self) -> Hashable:
+        """Where its elements lie in the files that have them: equal for tensors that are tied."""
+        found: list[Hashable] = []
+        for box, (first, *_) in zip(self._covering.boxes, self._covering.held, strict=True):
+            place = self._locals.stored(self.name, self.dtype, first.shard)
+            if place is None:
+                return self.name
+            found.append((box, first.at, first.shard.shape, place))
+        return tuple(found) or self.name
+
     def _read(self, low: Shape, high: Shape) -> Array:
         """The elements of a box of the whole tensor."""
         shape = tuple(b - a for a, b in zip(low, high, strict=True))
@@ -127,10 +157,15 @@ class WholeTensor:
 
     def _held(self, row: int, held: Held, low: Shape, high: Shape) -> Array:
         offsets, lengths = self._covering.boxes[row]
-        local = self._locals.array(self.name, self.dtype, held.shard)
-        spans = zip(low, high, offsets, strict=True)
-        key = _key(slice(a - start, b - start) for a, b, start in spans)
-        found: Array = block_in(local, lengths, held.at)[key]
+        spans = [(a - start, b - start) for a, b, start in zip(low, high, offsets, strict=True)]
+        at, rows = held.at, None
+        if isinstance(at, tuple) and spans and len(at) == len(spans):
+            # Only these rows: what lies in several pieces is large, and is copied.
+            first, last = spans[0]
+            rows = at[0] + first, at[0] + last
+            at, lengths, spans[0] = (0, *at[1:]), (last - first, *lengths[1:]), (0, last - first)
+        local = self._locals.array(self.name, self.dtype, held.shard, rows)
+        found: Array = block_in(local, lengths, at)[_key(slice(*span) for span in spans)]
         return found
 
     def _agree(

@@ -5,6 +5,7 @@ import hashlib
 import logging
 import mmap
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -283,3 +284,23 @@ def test_a_directory_is_on_a_network_when_the_mount_of_its_device_is(
     on_network.cache_clear()
     assert not on_network(b"/no/such/directory")
     assert files._mounts()
+
+
+def test_pages_that_are_let_go_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    nbytes = 64 << 20
+    path.write_bytes(bytes(range(256)) * (nbytes // 256))
+    backend = MmapBackend()
+
+    def resident() -> int:
+        text = Path("/proc/self/smaps").read_text()
+        (block,) = re.findall(rf"{re.escape(str(path))}\n(?:.*\n)*?Rss:\s+(\d+) kB", text)
+        return int(block) * 1024
+
+    array = backend.view(bytes(path), 0, nbytes, nbytes)
+    total = int(array.sum())
+    assert resident() > nbytes / 2
+    backend.unload()
+    assert resident() < nbytes / 2
+    assert int(array.sum()) == total == 255 * 128 * (nbytes // 256)
+    PreadBackend().unload()
