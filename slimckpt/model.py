@@ -582,6 +582,9 @@ def compact_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
+SYNTHETIC = "synthetic"
+"""The origin of an entry of a store that was made of no file, and the format of its bytes."""
+
 ROOT_MANIFEST = b"slimckpt.json"
 ROOT_COPY = b"slimckpt.json.2"
 STORE_MARK = b'{"format":"slimckpt",'

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from slimckpt.analysis.roles import step_key
-from slimckpt.errors import UsageError
+from slimckpt.errors import UnsupportedStoreError, UsageError
 from slimckpt.model import StepLabel, compact_ranks, encode_path, show_path
-from slimckpt.store.manifest import FileEntry, OtherEntry, Part
+from slimckpt.store.manifest import ORIGINS, FileEntry, OtherEntry, Part, refuse_synthetic
 from slimckpt.store.reader import Store
 
 
@@ -60,13 +60,17 @@ class Chosen:
     symlinks: list[OtherEntry] = field(default_factory=list)
 
 
-def choose(store: Store, selection: Selection) -> Chosen:
-    """Apply a selection.
+def choose(store: Store, selection: Selection, what: str) -> Chosen:
+    """Apply a selection, to do ``what`` ("restore") with original files.
 
     Raises
     ------
     UsageError
         A step, rank, run or glob matches nothing; lists what there is.
+    NoOriginalError
+        Entries are chosen that were made by resharding.
+    UnsupportedStoreError
+        An entry is of an unknown origin.
     """
     parts = list(store.parts())
     _refuse_unknown(parts, selection)
@@ -77,7 +81,12 @@ def choose(store: Store, selection: Selection) -> Chosen:
     for part in parts:
         here = selection.in_part(part)
         for entry in part.files:
-            if here and entry.origin in ("file", "link"):
+            if here:
+                if entry.origin not in ORIGINS:
+                    raise UnsupportedStoreError(
+                        f"{entry.file.label}: of an origin ({entry.origin!a}) that this slimckpt"
+                        " does not know; a newer one wrote it"
+                    )
                 names = selection.names(entry, elsewhere)
                 body = entry.file.path if entry.body is None else entry.body
                 if names:
@@ -87,6 +96,7 @@ def choose(store: Store, selection: Selection) -> Chosen:
                 directories[other.path] = other
             elif here and (not selection.globs or selection.matches(other.path)):
                 chosen.symlinks.append(other)
+    refuse_synthetic((entry for _, entry, _ in bodies.values()), what)
     chosen.files = [(part, entry, sorted(names)) for part, entry, names in bodies.values()]
     empty = _empty_directories(parts, selection)
     if not (selection.everything or chosen.files or chosen.symlinks or empty):

@@ -18,7 +18,7 @@ import numpy as np
 from slimckpt import effects
 from slimckpt.dtypes import BY_NAME
 from slimckpt.errors import NoSpaceError, UnfaithfulSourceError
-from slimckpt.model import FLOOR, Role, SourceFile, Stat, Table, TableBuilder, show_path
+from slimckpt.model import FLOOR, SYNTHETIC, Role, SourceFile, Stat, Table, TableBuilder, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Access, protect
 from slimckpt.rewrite.build import check_containers, protect_directories, readable_mode
@@ -36,8 +36,6 @@ from slimckpt.store.container import Link
 from slimckpt.store.index import STORED, FileIndex, Places
 from slimckpt.store.manifest import FileEntry, IndexPlace, OtherEntry, Part, Place
 from slimckpt.store.writer import Body, Draft, links_of, write_manifests
-
-FORMAT = "synthetic"
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,8 +303,10 @@ class _Writer:
         index = IndexPlace(own, draft.index_offsets[0], len(data), digest_of(data).hex())
         stat = Stat(self.access.mode, self.mtime, self.owner.uid, self.owner.gid)
         size = sum(tensor.nbytes for tensor in stored)
-        found = SourceFile(file.path, size, stat, file.role, FORMAT, "understood", None, file.facts)
-        return FileEntry(found, skeleton, index, "synthetic"), data
+        found = SourceFile(
+            file.path, size, stat, file.role, SYNTHETIC, "understood", None, file.facts
+        )
+        return FileEntry(found, skeleton, index, SYNTHETIC), data
 
 
 def _table(file: SyntheticFile) -> Table:
