@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
@@ -65,10 +65,23 @@ def choose(store: Store, selection: Selection, what: str) -> Chosen:
 
     Raises
     ------
-    UsageError
-        A step, rank, run or glob matches nothing; lists what there is.
     NoOriginalError
         Entries are chosen that were made by resharding.
+    UsageError, UnsupportedStoreError
+        As of :func:`select`.
+    """
+    chosen = select(store, selection)
+    refuse_synthetic((entry for _, entry, _ in chosen.files), what)
+    return chosen
+
+
+def select(store: Store, selection: Selection) -> Chosen:
+    """Apply a selection to entries of any origin.
+
+    Raises
+    ------
+    UsageError
+        A step, rank, run or glob matches nothing; lists what there is.
     UnsupportedStoreError
         An entry is of an unknown origin.
     """
@@ -77,7 +90,7 @@ def choose(store: Store, selection: Selection, what: str) -> Chosen:
     chosen = Chosen()
     directories: dict[bytes, OtherEntry] = {}
     bodies: dict[bytes, tuple[Part, FileEntry, list[bytes]]] = {}
-    elsewhere = {e.file.path for part in parts for e in part.files if e.origin == "link"}
+    elsewhere = linked_paths(parts)
     for part in parts:
         here = selection.in_part(part)
         for entry in part.files:
@@ -96,7 +109,6 @@ def choose(store: Store, selection: Selection, what: str) -> Chosen:
                 directories[other.path] = other
             elif here and (not selection.globs or selection.matches(other.path)):
                 chosen.symlinks.append(other)
-    refuse_synthetic((entry for _, entry, _ in bodies.values()), what)
     chosen.files = [(part, entry, sorted(names)) for part, entry, names in bodies.values()]
     empty = _empty_directories(parts, selection)
     if not (selection.everything or chosen.files or chosen.symlinks or empty):
@@ -110,6 +122,11 @@ def choose(store: Store, selection: Selection, what: str) -> Chosen:
         chosen.directories = [directories[path] for path in needed if path in directories]
     chosen.directories.sort(key=lambda entry: entry.path)
     return chosen
+
+
+def linked_paths(parts: Iterable[Part]) -> set[bytes]:
+    """Further names of files that have an entry of their own."""
+    return {e.file.path for part in parts for e in part.files if e.origin == "link"}
 
 
 def _empty_directories(parts: Sequence[Part], selection: Selection) -> list[bytes]:
