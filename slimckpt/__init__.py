@@ -18,6 +18,7 @@ from slimckpt.errors import SlimckptError
 if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
+    from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
     from slimckpt.rewrite.slim import SlimResult, slim
@@ -38,6 +39,8 @@ _HOMES = {
     "analyze": "slimckpt.analysis.analyze",
     "Report": "slimckpt.analysis.report",
     "Tensor": "slimckpt.model",
+    "reshard": "slimckpt.export.reshard",
+    "ReshardResult": "slimckpt.export.reshard",
     "restore": "slimckpt.rewrite.restore",
     "RestoreResult": "slimckpt.rewrite.restore",
     "slim": "slimckpt.rewrite.slim",
@@ -68,6 +71,7 @@ __all__ = [
     "FileView",
     "RankView",
     "Report",
+    "ReshardResult",
     "Resharded",
     "ReshardedRank",
     "RestoreResult",
@@ -79,6 +83,7 @@ __all__ = [
     "WholeTensor",
     "analyze",
     "open",
+    "reshard",
     "restore",
     "slim",
     "verify",

@@ -462,6 +462,9 @@ class Role:
     coords: dict[str, int] = field(default_factory=dict)
 
 
+SYNTHETIC = "synthetic"
+"""Format, and origin, of entries of a slim checkpoint that were no files: what resharding makes."""
+
 Condition = Literal["understood", "opaque", "damaged", "refused", "store"]
 """``opaque``: of no known format. ``refused``: known, but not readable here (encrypted).
 ``store``: belongs to a slim checkpoint inside the tree."""
@@ -582,8 +585,27 @@ def compact_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-SYNTHETIC = "synthetic"
-"""The origin of an entry of a store that was made of no file, and the format of its bytes."""
+def parse_ranks(text: str) -> tuple[int, ...]:
+    """Ranks as people write them, ``0-3,8``, in order.
+
+    Raises
+    ------
+    ValueError
+        It is not written so.
+    """
+    found: set[int] = set()
+    for part in text.split(","):
+        ends = part.strip().split("-")
+        if len(ends) > 2 or not all(end.isascii() and end.isdigit() for end in ends):
+            raise ValueError(f"{text!a} is no set of ranks; expected one like 0-3,8")
+        low, high = int(ends[0]), int(ends[-1])
+        if not low <= high < _MOST_RANKS:
+            raise ValueError(f"{part.strip()!a} is no range of ranks")
+        found.update(range(low, high + 1))
+    return tuple(sorted(found))
+
+
+_MOST_RANKS = 2**24
 
 ROOT_MANIFEST = b"slimckpt.json"
 ROOT_COPY = b"slimckpt.json.2"

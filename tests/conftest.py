@@ -13,6 +13,7 @@ settings.register_profile(
 )
 settings.load_profile("offline")
 
-# Started in the background of a shell, Ctrl-C is ignored, and would be by the commands under test.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Started in the background of a shell, these are ignored, and would be by the commands under test.
+for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, usual)

@@ -17,8 +17,10 @@ from slimckpt.signals import STOPPED, STOPPING, on_stop
 COMMANDS = {
     "analyze": "Show what is replicated in SRC, and what slimming it would save.",
     "doctor": "Say what this machine, its libraries and the file system of PATH can do.",
+    "layout": "Print which part of each tensor each rank of SRC has, as rules in TOML.",
     "ls": "List what PATH holds: files, or with --step and --rank the tensors in them.",
     "mount": "Show the original files of STORE, all or a selection, read-only on MOUNTPOINT.",
+    "reshard": "Write DST, a slim checkpoint of one step as other ranks would hold it.",
     "restore": "Write the original files of STORE, all or a selection, to DST.",
     "slim": "Write DST, a slim checkpoint: the files of SRC with what they share stored once.",
     "verify": "Check that STORE is sound, and with --against that SRC can be deleted.",

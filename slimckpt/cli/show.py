@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
+from slimckpt.model import parse_ranks
 from slimckpt.progress import SILENT, Progress
+
+T = TypeVar("T", bound=Callable[..., None])
 
 MOST = 100
 """Characters of a cell; longer ones are cut."""
@@ -82,6 +85,48 @@ def selection_options(command: Callable[..., None]) -> Callable[..., None]:
     ):
         command = option(command)
     return command
+
+
+def step_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Which one step: ``step`` and ``run``."""
+    for option in (
+        click.option("--run", help="Of the run under this path prefix."),
+        click.option("--step", help="This step, where there are several."),
+    ):
+        command = option(command)
+    return command
+
+
+def source_layout_options(command: Callable[..., None]) -> Callable[..., None]:
+    """How the source lies: ``source_layout`` and ``allow_drift``."""
+    for option in (
+        click.option(
+            "--allow-drift",
+            is_flag=True,
+            help="Where ranks that should hold the same differ, take the lowest, and say so.",
+        ),
+        click.option(
+            "--source-layout",
+            metavar="FILE",
+            help="How the source lies (TOML, a strategy file), if it does not record it.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def ranks_option(flag: str, name: str, help: str) -> Callable[[T], T]:
+    """A set of ranks, written ``0-3,8``: a tuple, or ``None``."""
+    return click.option(flag, name, metavar="RANKS", callback=_ranks, help=f"{help} As in 0-3,8.")
+
+
+def _ranks(
+    context: click.Context, parameter: click.Parameter, text: str | None
+) -> tuple[int, ...] | None:
+    try:
+        return None if text is None else parse_ranks(text)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def category_option(command: Callable[..., None]) -> Callable[..., None]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from slimckpt.dtypes import numpy_dtype
 from slimckpt.errors import UsageError
 from slimckpt.layouts.ranks import at_ranks
 from slimckpt.layouts.recorded import LayoutLike
-from slimckpt.model import Role, StepLabel, compact_ranks
+from slimckpt.layouts.stored import NAME, pack
+from slimckpt.model import Role, StepLabel, compact_ranks, decode_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Guard
 from slimckpt.rewrite.synthetic import SyntheticFile, SyntheticTensor, write_synthetic
@@ -94,6 +95,7 @@ def reshard(
         resharded = chosen.reshard(target, layout, allow_drift=allow_drift, skip=skip)
         wanted = _wanted(resharded, only_ranks)
         files = [_file(chosen, resharded[rank]) for rank in wanted]
+        files.append(_record(chosen, resharded))
         stats = [(member.path, member.holding.file.stat) for member in chosen.members]
         written = write_synthetic(
             files,
@@ -130,13 +132,22 @@ def _wanted(resharded: Resharded, only: Sequence[int] | None) -> list[int]:
 
 
 def _file(step: Step, view: ReshardedRank) -> SyntheticFile:
-    role = Role(step.run, step.label, view.rank)
-    inner = () if step.label is None else (f"step_{step.label}",)
-    path = os.path.join(
-        *(part for part in (step.run, *inner, f"rank_{view.rank}", "tensors") if part)
-    )
     tensors = [_tensor(view, name) for name in (*view, *view.opaque)]
-    return SyntheticFile(os.fsencode(path), role, tensors)
+    role = Role(step.run, step.label, view.rank)
+    return SyntheticFile(_path(step, f"rank_{view.rank}".encode(), b"tensors"), role, tensors)
+
+
+def _record(step: Step, resharded: Resharded) -> SyntheticFile:
+    """The entry that says which part of each whole tensor each rank holds."""
+    layout = replace(resharded.layout, weights=resharded.wholes.layout.weights)
+    content = pack(layout, resharded.placed)
+    return SyntheticFile(_path(step, NAME), Role(step.run, step.label), [], content)
+
+
+def _path(step: Step, *names: bytes) -> bytes:
+    run = [decode_path(step.run)] if step.run else []
+    inner = [] if step.label is None else [f"step_{step.label}".encode()]
+    return b"/".join((*run, *inner, *names))
 
 
 def _tensor(view: ReshardedRank, name: str) -> SyntheticTensor:

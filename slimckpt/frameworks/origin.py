@@ -141,7 +141,7 @@ def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -
     if len(by_body) == 1:
         return next(iter(by_body.values()))
     if not by_body:
-        for member in held:
+        for member in sorted(held, key=lambda member: member.role.rank is None):
             _refuse_synthetic(member, writer)
         problems = [m.holding.file.problem for m in held if not m.holding.file.understood]
         raise NotUnderstoodError(

@@ -8,7 +8,7 @@ from slimckpt.errors import UsageError
 from slimckpt.layouts.boxes import blocks_of
 from slimckpt.layouts.deepspeed import deepspeed_layout
 from slimckpt.layouts.files import File
-from slimckpt.layouts.layout import Box, Layout, TensorLayout
+from slimckpt.layouts.layout import Box, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.placement import Placement
 from slimckpt.layouts.splits import Split
 
@@ -46,6 +46,8 @@ class _Spread(Mapping[str, TensorLayout]):
 
     def __init__(self, layout: Layout, n_ranks: int) -> None:
         self._layout, self._n_ranks = layout, n_ranks
+        self._made: dict[str, TensorLayout] = {}
+        self._shards: dict[tuple[Shape, tuple[Split, ...]], tuple[Shard, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._layout.tensors)
@@ -57,7 +59,15 @@ class _Spread(Mapping[str, TensorLayout]):
         return name in self._layout.tensors
 
     def __getitem__(self, name: str) -> TensorLayout:
-        tensor = self._layout.tensors[name]
+        if name not in self._made:
+            tensor = self._layout.tensors[name]
+            key = tensor.shape, self._splits(name, tensor)
+            if key not in self._shards:
+                self._shards[key] = Placement((self._n_ranks,), key[1]).shards(tensor.shape)
+            self._made[name] = TensorLayout(tensor.dtype, tensor.shape, self._shards[key])
+        return self._made[name]
+
+    def _splits(self, name: str, tensor: TensorLayout) -> tuple[Split, ...]:
         boxes: dict[Box, None] = {}
         holders = set()
         for shard in tensor.shards:
@@ -83,8 +93,7 @@ class _Spread(Mapping[str, TensorLayout]):
                 if not self._may_be_empty(tensor, axes[0], len(ranks or holders)):
                     raise self._unclear(name, tensor, parts)
             splits = (Split(axes[0], (0,), "ceil"),)
-        placed = Placement((self._n_ranks,), splits)
-        return TensorLayout(tensor.dtype, tensor.shape, placed.shards(tensor.shape))
+        return splits
 
     def _may_be_empty(self, tensor: TensorLayout, axis: int, n_ranks: int) -> bool:
         """Whether by ``ceil`` the last ranks would hold nothing, as here they do."""

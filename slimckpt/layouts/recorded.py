@@ -17,6 +17,7 @@ from slimckpt.layouts.megatron import megatron_layout
 from slimckpt.layouts.mindspore import StrategyRules, ranks_of
 from slimckpt.layouts.paddle import paddle_layout
 from slimckpt.layouts.placement import Rules
+from slimckpt.layouts.stored import stored_layout
 from slimckpt.layouts.toml_rules import read_toml
 from slimckpt.model import encode_path, show_path
 
@@ -24,6 +25,7 @@ LayoutLike = Layout | Rules | str | bytes | os.PathLike[str]
 """A layout, rules for one, or the path of a file (or a directory of strategy files) with rules."""
 
 READERS: tuple[Callable[[Sequence[File]], Layout | None], ...] = (
+    stored_layout,
     dcp_layout,
     deepspeed_layout,
     paddle_layout,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,16 @@ import numpy as np
 from slimckpt import effects
 from slimckpt.dtypes import BY_NAME
 from slimckpt.errors import UnfaithfulSourceError
-from slimckpt.model import FLOOR, SYNTHETIC, Role, SourceFile, Stat, Table, TableBuilder
+from slimckpt.model import (
+    FLOOR,
+    SYNTHETIC,
+    Condition,
+    Role,
+    SourceFile,
+    Stat,
+    Table,
+    TableBuilder,
+)
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Access, protect
 from slimckpt.rewrite.build import check_containers, protect_directories, readable_mode
@@ -60,12 +69,12 @@ class SyntheticTensor:
 
 @dataclass(frozen=True, slots=True)
 class SyntheticFile:
-    """An entry: the tensors of one rank."""
+    """An entry: the tensors of one rank; or, with ``content``, a text that concerns all."""
 
     path: bytes
     role: Role
     tensors: Sequence[SyntheticTensor]
-    facts: dict[str, Any] = field(default_factory=dict)
+    content: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -177,6 +186,9 @@ class _Writer:
         first_own = len(self.drafts)
         for file, table in zip(self.files, tables, strict=True):
             self._open(work, names.take(b"own/" + file.path + b".h5"))
+            if file.content is not None:
+                self._put_skeleton(file.content)
+                continue
             self.drafts[-1].index_nbytes.append(
                 len(FileIndex(table, Places.none(table.n_payloads)).pack())
             )
@@ -194,6 +206,9 @@ class _Writer:
         indexes: list[list[bytes]] = [[] for _ in self.drafts]
         entries = []
         for number, (file, table) in enumerate(zip(self.files, tables, strict=True)):
+            if file.content is not None:
+                entries.append(self._text(file, first_own + number))
+                continue
             entry, data = self._entry(file, table, first_own + number)
             entries.append(entry)
             indexes[first_own + number].append(data)
@@ -277,19 +292,28 @@ class _Writer:
                 places.kind[row], places.container[row] = STORED, container
                 places.offset[row] = self.drafts[container].body_offsets[body]
         data = FileIndex(table, places).pack()
-        draft = self.drafts[own]
         small = sum(tensor.nbytes for tensor in stored if tensor.nbytes < FLOOR)
-        skeleton = Place("fill", 0, digest_of(b"").hex())
-        if small:
-            at = draft.body_offsets[-1]
-            skeleton = Place("stored", small, draft.bodies[-1].digest.hex(), own, at)
-        index = IndexPlace(own, draft.index_offsets[0], len(data), digest_of(data).hex())
+        offset = self.drafts[own].index_offsets[0]
+        index = IndexPlace(own, offset, len(data), digest_of(data).hex())
+        found = self._file(file, sum(tensor.nbytes for tensor in stored), "understood")
+        return FileEntry(found, self._skeleton(own, small), index, SYNTHETIC), data
+
+    def _text(self, file: SyntheticFile, own: int) -> FileEntry:
+        nbytes = len(file.content or b"")
+        found = self._file(file, nbytes, "opaque")
+        return FileEntry(found, self._skeleton(own, nbytes), None, SYNTHETIC)
+
+    def _file(self, file: SyntheticFile, nbytes: int, condition: Condition) -> SourceFile:
         stat = Stat(self.access.mode, self.mtime, self.owner.uid, self.owner.gid)
-        size = sum(tensor.nbytes for tensor in stored)
-        found = SourceFile(
-            file.path, size, stat, file.role, SYNTHETIC, "understood", None, file.facts
-        )
-        return FileEntry(found, skeleton, index, SYNTHETIC), data
+        return SourceFile(file.path, nbytes, stat, file.role, SYNTHETIC, condition)
+
+    def _skeleton(self, own: int, nbytes: int) -> Place:
+        """Where the last body of a draft is, if that is a skeleton."""
+        if not nbytes:
+            return Place("fill", 0, digest_of(b"").hex())
+        draft = self.drafts[own]
+        digest = draft.bodies[-1].digest.hex()
+        return Place("stored", nbytes, digest, own, draft.body_offsets[-1])
 
 
 def _table(file: SyntheticFile) -> Table:

@@ -14,9 +14,10 @@ from slimckpt.layouts.placement import Inference, Rules, Typed
 from slimckpt.layouts.recorded import LayoutLike, given, recorded
 from slimckpt.layouts.toml_rules import TomlRules
 from slimckpt.model import compact_ranks
-from slimckpt.views.arrays import is_readable
+from slimckpt.views.arrays import Arrays, is_readable
 from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import Member
+from slimckpt.views.replicated import replicated
 
 if TYPE_CHECKING:
     from slimckpt.views.checkpoint import Step
@@ -34,7 +35,13 @@ class NoLayoutError(UsageError):
     """A step records no layout, and none was given."""
 
 
-def bind(step: Step, layout: LayoutLike | None, members: Sequence[Member], what: str) -> Bound:
+def bind(
+    step: Step,
+    layout: LayoutLike | None,
+    members: Sequence[Member],
+    what: str,
+    compare: Arrays | None = None,
+) -> Bound:
     """A layout bound to a step.
 
     Parameters
@@ -47,6 +54,9 @@ def bind(step: Step, layout: LayoutLike | None, members: Sequence[Member], what:
         Its files.
     what
         What errors call it.
+    compare
+        With these all ranks are compared where no layout is known: if all hold the same, each has
+        all tensors whole.
 
     Raises
     ------
@@ -54,10 +64,15 @@ def bind(step: Step, layout: LayoutLike | None, members: Sequence[Member], what:
         None is given, and the step records none.
     """
     found = _recorded(step, members) if layout is None else given(layout)
+    why = ""
+    if found is None and compare and step.ranks == tuple(range(len(step.ranks))):
+        equal = replicated([step.rank(rank) for rank in step.ranks], compare)
+        found, why = (None, f", and {equal}") if isinstance(equal, str) else (equal, "")
     if found is None:
         raise NoLayoutError(
             f"{what} records no layout that describes whole tensors (metadata of"
-            " torch.distributed.checkpoint, strategy files of MindSpore); give one (layout=…)"
+            " torch.distributed.checkpoint or Paddle, states of DeepSpeed, arguments of Megatron,"
+            f" strategy files of MindSpore){why}; give one (layout=…, in TOML or a strategy file)"
         )
     if isinstance(found, Rules):
         return bind_rules(found, step.ranks, step.coords, step.rank, what)

@@ -212,14 +212,18 @@ class Checkpoint:
         step = self.only_step(run, "rank")
         return step.rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
 
-    def only_step(self, run: str | None, call: str) -> Step:
-        """The only step, of a run or at all; what ``call`` names is done with it.
+    def only_step(self, run: str | None, call: str, label: StepLabel | None = None) -> Step:
+        """One step, to ``call`` something of it: that of a label, which may be spelled as text, or
+        else the only one.
 
         Raises
         ------
         UnknownStepError
             There are several, or none; the message says which call chooses one.
         """
+        if label is not None:
+            known = (s.label for s in self._steps(run) if str(s.label) == str(label))
+            return self.step(next(known, label), run)
         steps = self._steps(run)
         if len(steps) == 1:
             return steps[0]
@@ -388,8 +392,9 @@ class Step:
         layout
             A layout, rules for one, or the path of a file with rules (TOML, a strategy file of
             MindSpore, a directory of the strategy files of all pipeline stages); ``None``: what
-            the checkpoint records: metadata of torch.distributed.checkpoint, or strategy files
-            in the tree or beside it.
+            the checkpoint records: metadata of torch.distributed.checkpoint or Paddle, states of
+            DeepSpeed, arguments of Megatron, strategy files of MindSpore in the tree or beside it;
+            or else, that all ranks have the same, if they have.
 
         Raises
         ------
@@ -402,9 +407,10 @@ class Step:
 
     @property
     def wholes(self) -> Mapping[str, WholeTensor]:
-        """Whole tensors, over all ranks, by name; none where no layout is recorded."""
+        """Whole tensors, over all ranks, by name; none where no layout is recorded. Ranks are not
+        compared here, to see whether all have the same."""
         try:
-            return self.whole_tensors()
+            return self._through(None, False, compare=False)[1]
         except NoLayoutError:
             return {}
 
@@ -412,12 +418,14 @@ class Step:
         """Whole tensors, over all ranks, by name; parameters and errors as of :meth:`tensor`."""
         return self._through(layout, allow_drift)[1]
 
-    def _through(self, layout: LayoutLike | None, allow_drift: bool) -> tuple[Bound, Wholes]:
+    def _through(
+        self, layout: LayoutLike | None, allow_drift: bool, compare: bool = True
+    ) -> tuple[Bound, Wholes]:
         known = self._checkpoint._wholes
         key = self._group, allow_drift, identity(layout)
         if key not in known:
-            bound = bind(self, layout, self.members, self._what)
             arrays = Arrays(self._checkpoint._backend, False)
+            bound = bind(self, layout, self.members, self._what, arrays if compare else None)
             local = Locals(bound.view_of, arrays, bound.layout.origin)
             # The layout is kept, lest its id is given to another.
             known[key] = layout, bound, Wholes(bound.layout, local, allow_drift)

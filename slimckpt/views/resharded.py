@@ -95,11 +95,14 @@ class Resharded(Mapping[int, "ReshardedRank"]):
             self._ranks[rank] = self._make(rank)
         return self._ranks[rank]
 
+    @property
+    def placed(self) -> tuple[str, ...]:
+        """Names of the whole tensors that the new layout places."""
+        return tuple(name for name in self._names if name not in self._outside)
+
     def _make(self, rank: int) -> ReshardedRank:
         local: dict[str, Parts] = {}
-        for name in self._names:
-            if name in self._outside:
-                continue
+        for name in self.placed:
             for shard in self._held(self.layout.tensors[name]).get(rank, ()):
                 local.setdefault(shard.name or name, []).append((name, shard))
         own = None
