@@ -18,6 +18,7 @@ from slimckpt.errors import SlimckptError
 if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
+    from slimckpt.export.extract import ExtractResult, extract
     from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
@@ -39,6 +40,8 @@ _HOMES = {
     "analyze": "slimckpt.analysis.analyze",
     "Report": "slimckpt.analysis.report",
     "Tensor": "slimckpt.model",
+    "extract": "slimckpt.export.extract",
+    "ExtractResult": "slimckpt.export.extract",
     "reshard": "slimckpt.export.reshard",
     "ReshardResult": "slimckpt.export.reshard",
     "restore": "slimckpt.rewrite.restore",
@@ -68,6 +71,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "Checkpoint",
+    "ExtractResult",
     "FileView",
     "RankView",
     "Report",
@@ -82,6 +86,7 @@ __all__ = [
     "VerifyResult",
     "WholeTensor",
     "analyze",
+    "extract",
     "open",
     "reshard",
     "restore",

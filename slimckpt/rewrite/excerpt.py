@@ -213,7 +213,7 @@ class _Writer:
         self.users: list[set[int]] = []
         self.place: dict[Key, tuple[int, int]] = {}
         self.home: dict[int, tuple[int, int]] = {}
-        """For each file with an index: the container that has it, and which of its indexes it is."""
+        """For each file with an index: the container that has it, and its number there."""
         self.wholes: dict[int, bytes] = {}
         self.indexes: dict[int, bytes] = {}
 
@@ -407,8 +407,8 @@ class _Writer:
             what = what_is(file.source, index, apart.index(content.row))
         names = sorted({show_path(name) for name, _, _ in content.pieces if name is not None})
         return StoreDamagedError(
-            f"{file.source.file.label}: {what} is damaged in the store ({', '.join(names)}; expected"
-            f" digest {key.digest.hex()}, found {found.hex()}); nothing was extracted. `slimckpt"
+            f"{file.source.file.label}: {what} is damaged in the store ({', '.join(names)};"
+            f" expected digest {key.digest.hex()}, found {found.hex()}); nothing was extracted. `slimckpt"
             " verify` lists all damage"
         )
 
