@@ -17,7 +17,7 @@ from slimckpt.signals import STOPPED, STOPPING, on_stop
 COMMANDS = {
     "analyze": "Show what is replicated in SRC, and what slimming it would save.",
     "doctor": "Say what this machine, its libraries and the file system of PATH can do.",
-    "extract": "Write DST, a slim checkpoint of some ranks of STORE that stands alone, for one node.",
+    "extract": "Write DST, a slim checkpoint of some ranks of STORE, for one node.",
     "layout": "Print which part of each tensor each rank of SRC has, as rules in TOML.",
     "ls": "List what PATH holds: files, or with --step and --rank the tensors in them.",
     "mount": "Show the original files of STORE, all or a selection, read-only on MOUNTPOINT.",

@@ -16,7 +16,6 @@ from slimckpt.cli.show import (
     ranks_option,
     size,
 )
-from slimckpt.model import compact_ranks
 
 SCHEMA = "slimckpt.extract/1"
 
@@ -42,12 +41,13 @@ def extract_command(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Write DST, a slim checkpoint of some ranks of STORE that stands alone, for one node.
+    """Write DST, a slim checkpoint of some ranks of STORE, for one node.
 
-    Files of the step that belong to no rank, and files of no step, come along. What is copied is
-    checked; `restore` gives from DST what it gives from STORE, byte for byte.
+    DST stands alone. Files of the step that belong to no rank, and files of no step, come along.
+    What is copied is checked; `restore` gives from DST what it gives from STORE, byte for byte.
     """
     from slimckpt.export.extract import extract
+    from slimckpt.model import compact_ranks
 
     if ranks is None:
         raise click.UsageError("say which ranks: --rank 8-15")

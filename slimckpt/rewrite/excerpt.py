@@ -408,8 +408,8 @@ class _Writer:
         names = sorted({show_path(name) for name, _, _ in content.pieces if name is not None})
         return StoreDamagedError(
             f"{file.source.file.label}: {what} is damaged in the store ({', '.join(names)};"
-            f" expected digest {key.digest.hex()}, found {found.hex()}); nothing was extracted. `slimckpt"
-            " verify` lists all damage"
+            f" expected digest {key.digest.hex()}, found {found.hex()}); nothing was extracted."
+            " `slimckpt verify` lists all damage"
         )
 
     def _parts(self) -> list[tuple[Part, list[int]]]:

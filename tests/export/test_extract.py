@@ -45,7 +45,6 @@ def restored(store: Path, target: Path, **wanted: object) -> dict[bytes, object]
 CASES = {
     "ms_dp8_ckpt": (2, 3),
     "ms_opshard8_ckpt": (7,),
-    "ms_chunked": (0,),
     "torch_ddp4": (1, 3),
     "paddle_dp4": (2,),
     "ms_dp4_real_dedup_ckpt": (0, 3),
@@ -57,11 +56,7 @@ CASES = {
 def test_what_is_extracted_restores_to_the_originals(sample: str, tmp_path: Path) -> None:
     store = tmp_path / "store"
     slim(SAMPLES / sample, store, min_saving=0)
-    known = {e.file.role.rank for p in Store(bytes(store)).parts() for e in p.files} - {None}
-    ranks = tuple(rank for rank in CASES[sample] if rank in known)
-    if not known:
-        pytest.skip("its paths state no ranks")
-    assert ranks == CASES[sample]
+    ranks = CASES[sample]
     result = extract(store, tmp_path / "node", ranks)
     moved = tmp_path / "elsewhere"
     store.rename(moved)
@@ -78,14 +73,9 @@ def test_what_is_extracted_restores_to_the_originals(sample: str, tmp_path: Path
         for rank in ranks:
             here, there = node.rank(rank), all_.rank(rank)
             assert list(here) == list(there)
-            for name in here.keys() - set(here.opaque if hasattr(here, "opaque") else ()):
-                try:
-                    wanted = there[name]
-                except slimckpt.SlimckptError:
-                    continue
-                assert np.array_equal(here[name].view(np.uint8), wanted.view(np.uint8)) or (
-                    here[name].tobytes() == wanted.tobytes()
-                )
+            for name in here:
+                if not here.info(name).dtype.startswith("opaque"):
+                    assert here[name].tobytes() == there[name].tobytes(), name
 
 
 def run_of(root: Path, *, steps: int = 2, ranks: int = 4, nbytes: int = 300_000) -> Path:
@@ -120,7 +110,6 @@ def test_it_takes_what_its_ranks_need_and_that_once(store: Path, tmp_path: Path)
     assert unique <= result.stored_nbytes <= unique + 5_000
     assert result.stored_nbytes < total < result.stored_nbytes + 100_000 + 2 * 50_453
     assert (result.files, result.steps, result.ranks) == (7, (10, 20), (2, 3))
-    assert sorted(contents(tmp_path / "run").keys() & contents(tmp_path / "node").keys()) == []
     for data in contents(tmp_path / "node").values():
         assert body(10_000, 300_000) not in data  # rank 0's own
 
@@ -142,7 +131,7 @@ def test_nothing_points_out_of_it(store: Path, tmp_path: Path) -> None:
 def test_one_step_of_one_rank(store: Path, tmp_path: Path) -> None:
     result = extract(store, tmp_path / "node", [3], steps=["20"])
     assert result.steps == (20,) and result.files == 3
-    found = contents(tmp_path / "node" / "..") and restored(tmp_path / "node", tmp_path / "back")
+    found = restored(tmp_path / "node", tmp_path / "back")
     assert {path for path, about in found.items() if about[0] == "file"} == {
         b"latest",
         b"step_20/rank_3/model.safetensors",
@@ -371,9 +360,7 @@ def test_containers_are_no_more_readable_than_their_sources(tmp_path: Path) -> N
     (root / "step_10/rank_3/model.safetensors").chmod(0o644)
     slim(root, tmp_path / "store", min_saving=0)
     extract(tmp_path / "store", tmp_path / "node", [2, 3])
-    modes = {
-        p.name + str(p.parent): p.stat().st_mode & 0o777 for p in (tmp_path / "node").rglob("*.h5")
-    }
+    modes = {str(p): p.stat().st_mode & 0o777 for p in (tmp_path / "node").rglob("*.h5")}
     assert {m for name, m in modes.items() if "/shared" in name or "rank_2" in name} == {0o600}
     assert {m for name, m in modes.items() if "own/" in name and "rank_3" in name} == {0o644}
 
