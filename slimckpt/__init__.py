@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
     from slimckpt.export.export import ExportResult, export
+    from slimckpt.export.extract import ExtractResult, extract
     from slimckpt.export.merge import MergeResult, merge
     from slimckpt.export.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
@@ -41,6 +42,8 @@ _HOMES = {
     "analyze": "slimckpt.analysis.analyze",
     "Report": "slimckpt.analysis.report",
     "Tensor": "slimckpt.model",
+    "extract": "slimckpt.export.extract",
+    "ExtractResult": "slimckpt.export.extract",
     "reshard": "slimckpt.export.reshard",
     "ReshardResult": "slimckpt.export.reshard",
     "merge": "slimckpt.export.merge",
@@ -76,6 +79,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "Checkpoint",
     "ExportResult",
+    "ExtractResult",
     "FileView",
     "MergeResult",
     "RankView",
@@ -92,6 +96,7 @@ __all__ = [
     "WholeTensor",
     "analyze",
     "export",
+    "extract",
     "merge",
     "open",
     "reshard",

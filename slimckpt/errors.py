@@ -109,6 +109,10 @@ class UnknownStepError(SlimckptError, KeyError):
     """No such step, or the selection does not name exactly one."""
 
 
+class NoOriginalError(SlimckptError, FileNotFoundError):
+    """The entry was made by resharding: there is no original file of it."""
+
+
 class UnknownFileError(SlimckptError, KeyError):
     """No file of that path."""
 

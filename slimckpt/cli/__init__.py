@@ -18,6 +18,7 @@ COMMANDS = {
     "analyze": "Show what is replicated in SRC, and what slimming it would save.",
     "doctor": "Say what this machine, its libraries and the file system of PATH can do.",
     "export": "Write the tensors of each rank of STORE as files of another format.",
+    "extract": "Write DST, a slim checkpoint of some ranks of STORE, for one node.",
     "layout": "Print which part of each tensor each rank of SRC has, as rules in TOML.",
     "ls": "List what PATH holds: files, or with --step and --rank the tensors in them.",
     "merge": "Write the whole tensors of one step of STORE as safetensors.",

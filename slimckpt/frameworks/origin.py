@@ -12,8 +12,14 @@ import numpy as np
 
 from slimckpt.analysis.tree import is_store
 from slimckpt.encodings import decoder
-from slimckpt.errors import DamagedFileError, DroppedTensorError, NotUnderstoodError, UsageError
-from slimckpt.model import HOME_PAYLOAD, RAW, Bytes, StepLabel, Tensor, encode_path
+from slimckpt.errors import (
+    DamagedFileError,
+    DroppedTensorError,
+    NoOriginalError,
+    NotUnderstoodError,
+    UsageError,
+)
+from slimckpt.model import HOME_PAYLOAD, RAW, SYNTHETIC, Bytes, StepLabel, Tensor, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays
 from slimckpt.views.checkpoint import Checkpoint, Path, Step
@@ -66,6 +72,8 @@ def opened(
         The arguments name no file, or more than one.
     NotUnderstoodError
         The file is of another format.
+    NoOriginalError
+        What they name was made by resharding.
     """
     root, wanted = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
@@ -133,6 +141,8 @@ def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -
     if len(by_body) == 1:
         return next(iter(by_body.values()))
     if not by_body:
+        for member in sorted(held, key=lambda member: member.role.rank is None):
+            _refuse_synthetic(member, writer)
         problems = [m.holding.file.problem for m in held if not m.holding.file.understood]
         raise NotUnderstoodError(
             f"none of the {len(held)} files of {step._what} that were asked for is of {writer}"
@@ -150,11 +160,21 @@ def _require(member: Member, formats: tuple[str, ...], writer: str) -> None:
         raise NotUnderstoodError(
             f"{error}; if it is of {writer} all the same, restore it and load it with the framework"
         ) from None
+    _refuse_synthetic(member, writer)
     found = member.holding.file.format
     if found not in formats:
         raise NotUnderstoodError(
             f"{member.holding.label}: expected a file of {writer}, found {found}; its tensors can"
             " be had all the same (slimckpt.open, or tensors of a framework by name)"
+        )
+
+
+def _refuse_synthetic(member: Member, writer: str) -> None:
+    if member.holding.file.format == SYNTHETIC:
+        raise NoOriginalError(
+            f"{member.holding.label}: made by resharding, so there is no file of {writer} to load."
+            " Its tensors can be had by name: state_dict or tensors of a framework, or"
+            " slimckpt.open(…).rank(r); `slimckpt export` writes files of them"
         )
 
 

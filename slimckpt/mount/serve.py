@@ -53,11 +53,13 @@ def serve(
 
     Raises
     ------
+    NoOriginalError
+        The selection has entries that were made by resharding.
     MountError
         It cannot be mounted there, or FUSE is not to be had; says what is needed.
     """
     opened = Store(os.fsencode(store))
-    chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run))
+    chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run), "mount")
     nodes, bodies = tree_of(chosen), Bodies(opened, chosen.files)
     place = check_mountpoint(os.fsencode(mountpoint), opened.path)
     _allow_many_files()

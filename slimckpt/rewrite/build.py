@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -114,19 +114,8 @@ class _Builder:
         return found
 
     def _type(self, found: Body, payload: int) -> None:
-        """Show the payload as the first tensor that covers it in C order does."""
         starts, rows = self._tensors
-        table = self.bodies.catalog.table
-        for row in rows[starts[payload] : starts[payload + 1]].tolist():
-            tensor = table.tensor(row)
-            if (
-                tensor.nbytes == found.nbytes
-                and tensor.strides is None
-                and tensor.encoding == "raw"
-            ):
-                found.dtype, found.shape = tensor.dtype, tensor.shape
-                found.big_endian = tensor.big_endian
-                return
+        found.show_as(self.bodies.catalog.table, rows[starts[payload] : starts[payload + 1]])
 
     def _links(self, file: int, container: int) -> list[Link]:
         rows = self.bodies.catalog.payloads(file)
@@ -287,25 +276,18 @@ class _Builder:
 
     def _check(self, containers: Sequence[Container]) -> None:
         """Read back from the disk all that was written, and compare it with what was meant."""
-        wholes = [(n, os.path.join(self.work, name)) for n, name in self.plan.whole.items()]
-        for _ in run_units(self.executor, sync_file, [path for _, path in wholes]):
-            pass
         indexes = [[self.index_data[n] for n in p.indexes] for p in self.plan.containers]
         check_containers(self.drafts, containers, indexes, self.executor, self.progress)
-        kept = Digests(self.bodies.sizes)
-        whole_units = (
-            unit
-            for number, path in wholes
-            for unit in units_of(
-                path,
-                self.files[number].label,
-                [(number, (Span(0, int(self.bodies.sizes[number])),))],
+        wholes = [
+            Written(
+                os.path.join(self.work, name),
+                self.files[number].path,
+                int(self.bodies.sizes[number]),
+                self.wholes.digests[number].tobytes(),
             )
-        )
-        kept.fill(self.executor, whole_units, self.progress.advance)
-        for number, _ in wholes:
-            if kept.digests[number].tobytes() != self.wholes.digests[number].tobytes():
-                raise _differs(self.files[number].path)
+            for number, name in self.plan.whole.items()
+        ]
+        check_wholes(wholes, self.executor, self.progress)
 
     def _protect(self) -> None:
         guard = Guard(self.tree.directories)
@@ -363,6 +345,38 @@ def check_containers(
             raise _differs(draft.name)
         if draft.structure_digest() != container.structure or not draft.holds(data):
             raise _differs(draft.name)
+
+
+class Written(NamedTuple):
+    """A file of the store that was kept whole: where it was written, what it is, what it must
+    hold."""
+
+    path: bytes
+    name: bytes
+    nbytes: int
+    digest: bytes
+
+
+def check_wholes(files: Sequence[Written], executor: Executor, progress: Progress) -> None:
+    """Read files that were kept whole back from the disk, and compare them with what was meant.
+
+    Raises
+    ------
+    UnfaithfulSourceError
+        They differ.
+    """
+    for _ in run_units(executor, sync_file, [file.path for file in files]):
+        pass
+    kept = Digests([file.nbytes for file in files])
+    units = (
+        unit
+        for row, file in enumerate(files)
+        for unit in units_of(file.path, show_path(file.name), [(row, (Span(0, file.nbytes),))])
+    )
+    kept.fill(executor, units, progress.advance)
+    for row, file in enumerate(files):
+        if kept.digests[row].tobytes() != file.digest:
+            raise _differs(file.name)
 
 
 def protect_directories(work: bytes, root: Stat, readable: int) -> None:

@@ -19,8 +19,8 @@ from slimckpt.store.reader import Store
 
 @dataclass(slots=True)
 class ListedFile:
-    """One file. ``stored`` says how: ``original``, ``slim`` or ``whole``; ``dropped`` are those of
-    its tensors, by number, that were left out."""
+    """One file. ``stored`` says how: ``original``, ``slim``, ``whole``, or ``synthetic`` (made by
+    resharding); ``dropped`` are those of its tensors, by number, that were left out."""
 
     path: str
     nbytes: int
@@ -140,6 +140,8 @@ def _stored(root: bytes, listing: Listing) -> Iterator[_Row]:
             except SlimckptError as error:
                 listing.problems.append(str(error))
             stored = "whole" if entry.skeleton.kind == "whole" else "slim"
+            if entry.synthetic:
+                stored = entry.origin
             if index is None:
                 yield _Row(entry.file, None, stored)
             else:

@@ -82,12 +82,14 @@ def restore(
         at ``destination``; ``files`` can select the rest.
     UsageError
         The selection matches nothing.
+    NoOriginalError
+        The selection has entries that were made by resharding; nothing is written.
     DroppedTensorError
         Every file selected has lost tensors; nothing is written.
     """
     opened = Store(os.fsencode(store), trust_times=False)
     target = check_destination(os.fsencode(destination), opened.path)
-    chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run))
+    chosen = choose(opened, Selection(tuple(steps), tuple(ranks), tuple(files), run), "restore")
     lost = [entry for _, entry, _ in chosen.files if entry.dropped]
     chosen.files = [row for row in chosen.files if not row[1].dropped]
     if lost and not chosen.files:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from slimckpt.analysis.roles import step_key
-from slimckpt.errors import UsageError
+from slimckpt.errors import UnsupportedStoreError, UsageError
 from slimckpt.model import StepLabel, compact_ranks, encode_path, show_path
-from slimckpt.store.manifest import FileEntry, OtherEntry, Part
+from slimckpt.store.manifest import ORIGINS, FileEntry, OtherEntry, Part, refuse_synthetic
 from slimckpt.store.reader import Store
 
 
@@ -60,24 +60,46 @@ class Chosen:
     symlinks: list[OtherEntry] = field(default_factory=list)
 
 
-def choose(store: Store, selection: Selection) -> Chosen:
-    """Apply a selection.
+def choose(store: Store, selection: Selection, what: str) -> Chosen:
+    """Apply a selection, to do ``what`` ("restore") with original files.
+
+    Raises
+    ------
+    NoOriginalError
+        Entries are chosen that were made by resharding.
+    UsageError, UnsupportedStoreError
+        As of :func:`select`.
+    """
+    chosen = select(store, selection)
+    refuse_synthetic((entry for _, entry, _ in chosen.files), what)
+    return chosen
+
+
+def select(store: Store, selection: Selection) -> Chosen:
+    """Apply a selection to entries of any origin.
 
     Raises
     ------
     UsageError
         A step, rank, run or glob matches nothing; lists what there is.
+    UnsupportedStoreError
+        An entry is of an unknown origin.
     """
     parts = list(store.parts())
     _refuse_unknown(parts, selection)
     chosen = Chosen()
     directories: dict[bytes, OtherEntry] = {}
     bodies: dict[bytes, tuple[Part, FileEntry, list[bytes]]] = {}
-    elsewhere = {e.file.path for part in parts for e in part.files if e.origin == "link"}
+    elsewhere = linked_paths(parts)
     for part in parts:
         here = selection.in_part(part)
         for entry in part.files:
-            if here and entry.origin in ("file", "link"):
+            if here:
+                if entry.origin not in ORIGINS:
+                    raise UnsupportedStoreError(
+                        f"{entry.file.label}: of an origin ({entry.origin!a}) that this slimckpt"
+                        " does not know; a newer one wrote it"
+                    )
                 names = selection.names(entry, elsewhere)
                 body = entry.file.path if entry.body is None else entry.body
                 if names:
@@ -100,6 +122,11 @@ def choose(store: Store, selection: Selection) -> Chosen:
         chosen.directories = [directories[path] for path in needed if path in directories]
     chosen.directories.sort(key=lambda entry: entry.path)
     return chosen
+
+
+def linked_paths(parts: Iterable[Part]) -> set[bytes]:
+    """Further names of files that have an entry of their own."""
+    return {e.file.path for part in parts for e in part.files if e.origin == "link"}
 
 
 def _empty_directories(parts: Sequence[Part], selection: Selection) -> list[bytes]:

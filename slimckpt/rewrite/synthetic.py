@@ -8,7 +8,7 @@ nothing to restore.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -17,7 +17,7 @@ import numpy as np
 
 from slimckpt import effects
 from slimckpt.dtypes import BY_NAME
-from slimckpt.errors import NoSpaceError, UnfaithfulSourceError
+from slimckpt.errors import UnfaithfulSourceError
 from slimckpt.model import (
     FLOOR,
     SYNTHETIC,
@@ -27,20 +27,14 @@ from slimckpt.model import (
     Stat,
     Table,
     TableBuilder,
-    show_path,
 )
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.access import Access, protect
 from slimckpt.rewrite.build import check_containers, protect_directories, readable_mode
 from slimckpt.rewrite.naming import Names
-from slimckpt.rewrite.plan import (
-    MAX_CONTAINER,
-    MAX_LINKS,
-    SMALL_SET,
-    ranks_title,
-    scope_title,
-)
-from slimckpt.rewrite.workplace import check_destination, publish, workplace
+from slimckpt.rewrite.plan import MAX_LINKS
+from slimckpt.rewrite.replica_sets import Use, shared_containers
+from slimckpt.rewrite.workplace import check_destination, publish, require_room, workplace
 from slimckpt.sources.digest import default_jobs, digest_of, digest_of_chunks
 from slimckpt.store.container import Link
 from slimckpt.store.index import STORED, FileIndex, Places
@@ -136,7 +130,7 @@ def write_synthetic(
         try:
             writer = _Writer(files, access, owner, mtime, executor, progress)
             writer.hash()
-            _require_room(writer.unique_nbytes, target)
+            require_room(writer.unique_nbytes, target)
             if not dry_run:
                 with workplace(target) as work:
                     writer.write(work)
@@ -163,6 +157,7 @@ class _Writer:
         self.files, self.access, self.owner, self.mtime = files, access, owner, mtime
         self.executor, self.progress = executor, progress
         self.content: dict[Hashable, _Content] = {}
+        self.first: dict[_Content, SyntheticTensor] = {}
         self.drafts: list[Draft] = []
         self.sources: list[list[Callable[[], Iterable[Any]]]] = []
         self.place: dict[_Content, tuple[int, int]] = {}
@@ -183,14 +178,10 @@ class _Writer:
     def write(self, work: bytes) -> None:
         """Write the store into a directory and read it back."""
         names = Names()
-        for title, tensors in sorted(self._shared().items()):
-            filled = MAX_CONTAINER
-            for tensor in tensors:
-                if filled + tensor.nbytes > MAX_CONTAINER:
-                    self._open(work, names.take(f"shared/{title}.h5".encode()))
-                    filled = 0
-                self._put(tensor)
-                filled += tensor.nbytes
+        for title, contents in self._shared():
+            self._open(work, names.take(f"shared/{title}.h5".encode()))
+            for content in contents:
+                self._put(self.first[content])
         tables = [_table(file) for file in self.files]
         first_own = len(self.drafts)
         for file, table in zip(self.files, tables, strict=True):
@@ -236,26 +227,17 @@ class _Writer:
     def _content(self, tensor: SyntheticTensor) -> _Content:
         return self.content[tensor.content]
 
-    def _shared(self) -> dict[str, list[SyntheticTensor]]:
-        """What more than one file has, by the title of the container to put it in; small sets are
-        joined."""
-        users: dict[_Content, tuple[SyntheticTensor, dict[int, None]]] = {}
+    def _shared(self) -> Iterator[tuple[str, list[_Content]]]:
+        """What more than one file has, by the title of the container to put it in."""
+        users: dict[_Content, dict[int, None]] = {}
         for number, file in enumerate(self.files):
             for tensor in file.tensors:
                 if tensor.nbytes >= FLOOR:
-                    users.setdefault(self._content(tensor), (tensor, {}))[1][number] = None
-        sets: dict[tuple[int, ...], list[SyntheticTensor]] = {}
-        for tensor, numbers in users.values():
-            if len(numbers) > 1:
-                sets.setdefault(tuple(numbers), []).append(tensor)
-        small = [key for key, held in sets.items() if sum(t.nbytes for t in held) < SMALL_SET]
-        found: dict[str, list[SyntheticTensor]] = {}
-        for key, held in sets.items():
-            roles = [self.files[number].role for number in key]
-            ranks = "ranks-mixed" if len(small) > 1 and key in small else ranks_title(roles)
-            title = ".".join(part for part in (scope_title(roles), ranks) if part)
-            found.setdefault(title or "common", []).extend(held)
-        return found
+                    content = self._content(tensor)
+                    users.setdefault(content, {})[number] = None
+                    self.first.setdefault(content, tensor)
+        uses = {content: Use(content.nbytes, tuple(files)) for content, files in users.items()}
+        return shared_containers(uses, [file.role for file in self.files])
 
     def _open(self, work: bytes, name: bytes) -> None:
         self.drafts.append(Draft(os.path.join(work, name), name, [], []))
@@ -383,12 +365,3 @@ def _changed(name: str, found: int, expected: int) -> UnfaithfulSourceError:
         f"tensor {name!a}: expected {expected} bytes, found {found}; the source changed while it"
         " was read"
     )
-
-
-def _require_room(nbytes: int, target: bytes) -> None:
-    free = os.statvfs(os.path.dirname(target))
-    if nbytes > free.f_bavail * free.f_frsize:
-        raise NoSpaceError(
-            f"{show_path(target)} would have {nbytes} bytes at least, its file system has"
-            f" {free.f_bavail * free.f_frsize} free; nothing was written"
-        )

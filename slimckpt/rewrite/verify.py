@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -25,7 +26,7 @@ from slimckpt.sources.digest import (
     units_of,
 )
 from slimckpt.store.index import DROPPED, IN_SKELETON, STORED, Contents, FileIndex
-from slimckpt.store.manifest import Container, FileEntry, Part
+from slimckpt.store.manifest import Container, FileEntry, Part, refuse_synthetic
 from slimckpt.store.reader import Store
 from slimckpt.store.spliced import SplicedSource
 from slimckpt.store.writer import structure_digest
@@ -37,7 +38,8 @@ class VerifyResult:
 
     ``safe`` is set by ``against``: whether the source can be deleted. ``inherited`` counts the
     problems that the source had already: checksums of its own that do not match. ``dropped``
-    counts the tensors that were left out on request.
+    counts the tensors that were left out on request, ``synthetic`` the entries among ``files`` that
+    were made by resharding.
     """
 
     problems: list[str] = field(default_factory=list)
@@ -47,6 +49,7 @@ class VerifyResult:
     nbytes_read: int = 0
     inherited: int = 0
     dropped: int = 0
+    synthetic: int = 0
     quick: bool = False
     safe: bool | None = None
 
@@ -76,6 +79,11 @@ def verify(
     -------
     VerifyResult
         All problems found, not only the first.
+
+    Raises
+    ------
+    NoOriginalError
+        ``against`` is given, and the store has entries that were made by resharding.
     """
     if quick and against is not None:
         raise UsageError("quick and against contradict each other: against reads every byte")
@@ -87,6 +95,8 @@ def verify(
         if against is not None:
             result.safe = False
         return result
+    if against is not None:
+        refuse_synthetic(_entries(opened), f"compare with {show_path(os.fsencode(against))}")
     with ThreadPoolExecutor(jobs or default_jobs()) as executor:
         try:
             _Verifier(opened, result, executor, progress).run()
@@ -99,6 +109,13 @@ def verify(
         finally:
             progress.finish()
     return result
+
+
+def _entries(store: Store) -> Iterator[FileEntry]:
+    """Entries of all parts that can be read."""
+    for number in range(len(store.root.parts)):
+        with contextlib.suppress(SlimckptError):
+            yield from store.part(number).files
 
 
 class _Verifier:
@@ -128,10 +145,16 @@ class _Verifier:
         self.result.containers = len(containers)
         for part in parts:
             for entry in part.files:
-                self.result.files += entry.origin == "file"
+                self.result.files += entry.origin == "file" or entry.synthetic
+                self.result.synthetic += entry.synthetic
                 self.result.dropped += len(entry.dropped) if entry.origin == "file" else 0
                 self._guarded(self._entry, part, entry)
         self._checksums()
+        if self.result.synthetic:
+            self.result.notes.append(
+                f"{self.result.synthetic} entries were made by resharding: there are no original"
+                " files to restore; `slimckpt export` writes files of them"
+            )
         if self.result.dropped:
             self.result.notes.append(
                 f"{self.result.dropped} tensors were left out when it was slimmed (--drop): they"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator
 
 from slimckpt import effects
-from slimckpt.errors import DestinationError, SlimckptError, StoppedError, UsageError
+from slimckpt.errors import DestinationError, NoSpaceError, SlimckptError, StoppedError, UsageError
 from slimckpt.model import show_path
 
 SUFFIX = b".slimckpt-part"
@@ -49,6 +49,17 @@ def check_destination(destination: bytes, source: bytes) -> bytes:
                 f"{show_path(inner)} lies inside {show_path(outer)}; name a destination outside"
             )
     return destination
+
+
+def require_room(nbytes: int, destination: bytes) -> None:
+    """There must be space for ``nbytes`` bytes where a destination will lie, or it is a
+    :class:`NoSpaceError`."""
+    free = os.statvfs(os.path.dirname(destination))
+    if nbytes > free.f_bavail * free.f_frsize:
+        raise NoSpaceError(
+            f"{show_path(destination)} would have {nbytes} bytes at least, its file system has"
+            f" {free.f_bavail * free.f_frsize} free; nothing was written"
+        )
 
 
 @contextlib.contextmanager

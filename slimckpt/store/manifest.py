@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from blake3 import blake3
 
-from slimckpt.errors import StoreDamagedError, UnsupportedStoreError
+from slimckpt.errors import NoOriginalError, StoreDamagedError, UnsupportedStoreError
 from slimckpt.model import (
+    SYNTHETIC,
     Condition,
     Role,
     SourceFile,
@@ -24,6 +26,7 @@ from slimckpt.model import (
 VERSION = 0
 KNOWN: frozenset[str] = frozenset()
 """Features in ``requires`` that this code knows."""
+ORIGINS = ("file", "link", SYNTHETIC)
 
 
 @dataclass(slots=True)
@@ -80,6 +83,29 @@ class FileEntry:
     body: bytes | None = None
     dropped: tuple[str, ...] = ()
     dropped_nbytes: int = 0
+
+    @property
+    def synthetic(self) -> bool:
+        """Whether it was made of no file, so that there is nothing to restore."""
+        return self.origin == SYNTHETIC
+
+
+def refuse_synthetic(entries: Iterable[FileEntry], what: str) -> None:
+    """Refuse to do ``what`` with entries that were made of no file.
+
+    Raises
+    ------
+    NoOriginalError
+        There are such among ``entries``; names the first of them.
+    """
+    found = [entry.file.label for entry in entries if entry.synthetic]
+    if found:
+        more = f" and {len(found) - 3} more" if len(found) > 3 else ""
+        raise NoOriginalError(
+            f"cannot {what} {', '.join(found[:3])}{more}: made by resharding (origin"
+            f" {SYNTHETIC!a}), there is no original file. `slimckpt export` writes the tensors as"
+            " files of a framework; slimckpt.open(…).rank(r) reads them as they are"
+        )
 
 
 @dataclass(slots=True)

@@ -617,6 +617,7 @@ class Chooser:
         self._occupied: set[bytes] = set()
         self._ranks: set[int] = set()
         self._linked: set[bytes] = set()
+        self._synthetic: list[bytes] = []
         self._bodies: dict[bytes, list[File]] = {}
 
     def choose(self) -> Tree:
@@ -634,6 +635,7 @@ class Chooser:
             if rank not in self._ranks:
                 known = ", ".join(map(str, sorted(self._ranks))) or "none"
                 raise Stop(f"no rank {rank} in what is selected; there are {known}")
+        self._refuse_synthetic()
         self._pick_directories()
         for glob in self.wanted.globs:
             if glob not in self.wanted.matched:
@@ -660,6 +662,15 @@ class Chooser:
             raise Stop(f"no run '{self.wanted.run}'; there are {shown or 'none'}")
         if not (self.wanted.everything or any(self.wanted.part(r, s) for _, r, s in parts)):
             raise Stop("nothing is selected")
+
+    def _refuse_synthetic(self) -> None:
+        if self._synthetic:
+            shown = ", ".join(map(show, self._synthetic[:3]))
+            more = f" and {len(self._synthetic) - 3} more" if len(self._synthetic) > 3 else ""
+            raise Stop(
+                f"{shown}{more}: made by resharding, there is no original file; slimckpt reads the"
+                " tensors, and `slimckpt export` writes files of them"
+            )
 
     def _part(self, named: Any, chosen: bool) -> None:
         try:
@@ -702,7 +713,13 @@ class Chooser:
             if raw["origin"] == "link":
                 self._linked.add(path)
             self._occupied.update(map(os.path.dirname, names))
-            if not chosen or raw["origin"] == "synthetic":
+            if not chosen:
+                return
+            if raw["origin"] == "synthetic":
+                if raw["rank"] is not None:
+                    self._ranks.add(number(raw, "rank"))
+                if self.wanted.rank(raw["rank"]) and self.wanted.path(path):
+                    self._synthetic.append(path)
                 return
             if raw["origin"] not in ("file", "link"):
                 raise ValueError(f"{show(path)} is of unknown origin {raw['origin']!r}")

@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import quote
 
 import numpy as np
+from blake3 import blake3
 
 from slimckpt import effects
-from slimckpt.model import HOME_PAYLOAD, ROOT_COPY, ROOT_MANIFEST, Span, Table, gaps
-from slimckpt.sources.digest import BLOCK, digest_of, digest_of_blocks, hash_unit, units_of
-from slimckpt.sources.positioned import open_for_reading
+from slimckpt.model import HOME_PAYLOAD, ROOT_COPY, ROOT_MANIFEST, Span, Table, gaps, show_path
+from slimckpt.sources.digest import (
+    BLOCK,
+    NEAR,
+    Hashed,
+    digest_of,
+    digest_of_blocks,
+    hash_unit,
+    reusable_buffer,
+    units_of,
+)
+from slimckpt.sources.positioned import Window, open_for_reading, read_spans_into
 from slimckpt.store.container import Dataset, Layout, Link, lay_out
 from slimckpt.store.index import Contents
 from slimckpt.store.manifest import Container, Part, PartName, Root
@@ -38,6 +49,15 @@ class Body:
     dtype: str | None = None
     shape: tuple[int, ...] = ()
     big_endian: bool = False
+
+    def show_as(self, table: Table, rows: Iterable[int]) -> None:
+        """Take dtype and shape of the first of some tensors that covers all of it in C order."""
+        for row in rows:
+            tensor = table.tensor(int(row))
+            if tensor.nbytes == self.nbytes and tensor.strides is None and tensor.encoding == "raw":
+                self.dtype, self.shape = tensor.dtype, tensor.shape
+                self.big_endian = tensor.big_endian
+                return
 
 
 @dataclass(slots=True)
@@ -149,8 +169,6 @@ def structure_digest(path: bytes, name: bytes, ranges: Sequence[Span], nbytes: i
 def _blocks_of(data: bytes, nbytes: int) -> bytes:
     if nbytes <= BLOCK:
         return b""
-    from blake3 import blake3
-
     data = data or bytes(nbytes)
     return b"".join(blake3(data[at : at + BLOCK]).digest() for at in range(0, nbytes, BLOCK))
 
@@ -211,6 +229,72 @@ def copy_unit(unit: CopyUnit) -> None:
             os.close(fd)
     finally:
         os.close(source)
+
+
+class Portion(NamedTuple):
+    """Whole blocks of a body, or all of it, to be copied and hashed.
+
+    ``pieces`` are (file, offset, nbytes); ``file`` is ``None`` where every byte is ``offset``.
+    ``row`` and ``first_block`` are as in :class:`~slimckpt.sources.digest.Piece`.
+    """
+
+    row: int
+    first_block: int
+    pieces: tuple[tuple[bytes | None, int, int], ...]
+    target: bytes
+    offset: int
+    nbytes: int
+
+
+def copy_hashing(portions: Sequence[Portion]) -> list[Hashed]:
+    """Copy some portions, and hash what is copied, reading each byte once."""
+    found = []
+    with contextlib.ExitStack() as opened:
+        sources: dict[bytes, tuple[int, Window]] = {}
+        targets: dict[bytes, int] = {}
+        for portion in portions:
+            for name, _, _ in portion.pieces:
+                if name is not None and name not in sources:
+                    fd = open_for_reading(name, show_path(name))
+                    opened.callback(os.close, fd)
+                    sources[name] = fd, Window(fd)
+            if portion.target not in targets:
+                targets[portion.target] = os.open(portion.target, os.O_WRONLY | os.O_CLOEXEC)
+                opened.callback(os.close, targets[portion.target])
+            blocks, offset = [], portion.offset
+            for data in _blocks_read(portion.pieces, sources):
+                blocks.append(blake3(data).digest())
+                effects.write_at(targets[portion.target], data, offset, portion.target)
+                offset += len(data)
+            found.append(Hashed(portion.row, portion.first_block, b"".join(blocks)))
+    return found
+
+
+def _blocks_read(
+    pieces: Sequence[tuple[bytes | None, int, int]], sources: dict[bytes, tuple[int, Window]]
+) -> Iterator[memoryview]:
+    """The bytes of some pieces in blocks, each valid until the next one."""
+    name, offset, nbytes = pieces[0]
+    if len(pieces) == 1 and name is not None and nbytes <= NEAR:
+        yield sources[name][1].read(Span(offset, nbytes), show_path(name))
+        return
+    buffer, filled = reusable_buffer(), 0
+    for name, offset, nbytes in pieces:
+        done = 0
+        while done < nbytes:
+            take = min(nbytes - done, BLOCK - filled)
+            room = buffer[filled : filled + take]
+            if name is None:
+                room[:] = bytes([offset]) * take
+            else:
+                span = Span(offset + done, take)
+                read_spans_into(sources[name][0], [span], room, show_path(name))
+            done, filled = done + take, filled + take
+            if filled == BLOCK:
+                yield buffer
+                filled = 0
+    if filled:
+        yield buffer[:filled]
 
 
 def sync_file(path: bytes) -> None:

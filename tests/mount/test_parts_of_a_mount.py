@@ -69,7 +69,7 @@ def test_a_store_that_lists_what_cannot_be_is_damaged(
 def bodies_of(source: Path) -> tuple[Bodies, Chosen]:
     slim(source, source.with_name("store"), min_saving=0)
     store = Store(os.fsencode(source.with_name("store")))
-    chosen = choose(store, Selection())
+    chosen = choose(store, Selection(), "mount")
     return Bodies(store, chosen.files), chosen
 
 

@@ -655,12 +655,16 @@ def test_a_damaged_part_does_not_stop_a_selection_without_it(store: Path, out: P
     assert observed(out) == truth_of(*STEP_5, *NO_STEP)
 
 
-def test_synthetic_files_are_not_restored(tmp_path: Path, out: Path) -> None:
+def test_synthetic_entries_are_refused_by_name(tmp_path: Path, out: Path) -> None:
     def change(made: HandMade) -> None:
         entry_of(made, b"other/zeros")["origin"] = "synthetic"
 
-    assert run(altered(tmp_path, change), out).returncode == 0
-    assert b"other/zeros" not in observed(out)
+    changed = altered(tmp_path, change)
+    refused = ("other/zeros", "no original file", "slimckpt export", "Nothing was restored")
+    assert_refused(run(changed, out), out, 2, *refused)
+    assert_refused(run(changed, out, "--file", "other/*"), out, 2, *refused)
+    assert run(changed, out, "--file", "step_5/*").returncode == 0
+    assert b"step_5/rank_0.st" in observed(out) and b"other/zeros" not in observed(out)
 
 
 def test_a_damaged_or_missing_root_manifest_is_read_from_its_copy(store: Path, out: Path) -> None:
