@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from slimckpt.dtypes import numpy_dtype
-from slimckpt.errors import CheckFailedError
+from slimckpt.errors import CheckFailedError, SlimckptError, UnknownTensorError
 from slimckpt.layouts.covering import Covering, Coverings, Held, show_box, who
 from slimckpt.layouts.layout import Box, Holder, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.slicing import block_in
@@ -236,7 +237,16 @@ class Wholes(Mapping[str, WholeTensor]):
         return name in self.layout.tensors
 
     def __getitem__(self, name: str) -> WholeTensor:
-        tensor = self.layout.tensors[name]
+        try:
+            tensor = self.layout.tensors[name]
+        except KeyError as error:
+            if isinstance(error, SlimckptError):
+                raise
+            near = ", ".join(map(ascii, islice(self.layout.tensors, 5)))
+            raise UnknownTensorError(
+                f"{self.layout.origin} places no tensor {name!a}, but {len(self)}, such as {near};"
+                " what it does not place each rank has for itself: rank(r)[name] gives it"
+            ) from None
         covering = self._coverings.of(name, tensor, self.layout.origin)
         return WholeTensor(name, tensor, covering, self._locals, self._allow_drift)
 

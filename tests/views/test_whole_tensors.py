@@ -121,12 +121,25 @@ def test_an_unknown_name_lists_some(ckpt: slimckpt.Checkpoint) -> None:
         ckpt.tensor("model.nope")
 
 
-def test_a_checkpoint_without_metadata_says_so() -> None:
+def test_a_checkpoint_without_metadata_whose_ranks_are_equal_has_whole_tensors() -> None:
+    with slimckpt.open(SAMPLES / "torch_ddp4") as ckpt:
+        name = "model.wte.weight"
+        assert (np.asarray(ckpt.tensor(name)) == ckpt.rank(3)[name]).all()
+        assert ckpt.layout().origin == "the equality of ranks 0-3"
+        with pytest.raises(UnknownTensorError, match=r"rank\(r\)\[name\]"):
+            ckpt.tensor("x")
+
+
+def test_a_checkpoint_without_metadata_whose_ranks_differ_says_so(tmp_path: Path) -> None:
+    for rank in range(2):
+        folder = tmp_path / f"rank_{rank}"
+        folder.mkdir()
+        np.save(folder / "w.npy", np.full(4, rank, np.float32))
     with (
-        slimckpt.open(SAMPLES / "torch_ddp4") as ckpt,
-        pytest.raises(UnknownTensorError, match=r"rank\(r\)\[name\]"),
+        slimckpt.open(tmp_path) as ckpt,
+        pytest.raises(UnknownTensorError, match=r"differ in tensor 'w'.*rank\(r\)\[name\]"),
     ):
-        ckpt.tensor("x")
+        ckpt.tensor("w")
 
 
 @pytest.mark.parametrize(
