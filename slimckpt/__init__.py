@@ -18,10 +18,10 @@ from slimckpt.errors import SlimckptError
 if TYPE_CHECKING:
     from slimckpt.analysis.analyze import analyze
     from slimckpt.analysis.report import Report
-    from slimckpt.export.export import ExportResult, export
-    from slimckpt.export.extract import ExtractResult, extract
-    from slimckpt.export.merge import MergeResult, merge
-    from slimckpt.export.reshard import ReshardResult, reshard
+    from slimckpt.convert.export import ExportResult, export
+    from slimckpt.convert.extract import ExtractResult, extract
+    from slimckpt.convert.merge import MergeResult, merge
+    from slimckpt.convert.reshard import ReshardResult, reshard
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
     from slimckpt.rewrite.slim import SlimResult, slim
@@ -42,13 +42,14 @@ _HOMES = {
     "analyze": "slimckpt.analysis.analyze",
     "Report": "slimckpt.analysis.report",
     "Tensor": "slimckpt.model",
-    "extract": "slimckpt.export.extract",
-    "ExtractResult": "slimckpt.export.extract",
-    "reshard": "slimckpt.export.reshard",
-    "ReshardResult": "slimckpt.export.reshard",
-    "merge": "slimckpt.export.merge",
-    "MergeResult": "slimckpt.export.merge",
-    "ExportResult": "slimckpt.export.export",
+    "extract": "slimckpt.convert.extract",
+    "ExtractResult": "slimckpt.convert.extract",
+    "reshard": "slimckpt.convert.reshard",
+    "ReshardResult": "slimckpt.convert.reshard",
+    "merge": "slimckpt.convert.merge",
+    "MergeResult": "slimckpt.convert.merge",
+    "export": "slimckpt.convert.export",
+    "ExportResult": "slimckpt.convert.export",
     "restore": "slimckpt.rewrite.restore",
     "RestoreResult": "slimckpt.rewrite.restore",
     "slim": "slimckpt.rewrite.slim",
@@ -67,8 +68,6 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "export":
-        return import_module("slimckpt.export")  # which can be called
     if name not in _HOMES:
         raise AttributeError(f"module 'slimckpt' has no attribute {name!r}")
     found = getattr(import_module(_HOMES[name]), name)

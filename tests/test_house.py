@@ -11,7 +11,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = (
     ("__main__",),
     ("cli",),
-    ("export", "frameworks", "mount"),
+    ("convert", "frameworks", "mount"),
     ("views",),
     ("layouts",),
     ("doctor",),

@@ -67,7 +67,7 @@ def export_command(
     hdf5         a dataset for each tensor; / in names makes groups
     dcp          all ranks as one directory of torch.distributed.checkpoint
     """
-    from slimckpt.export.export import export
+    from slimckpt.convert.export import export
 
     result = export(
         source,

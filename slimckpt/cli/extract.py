@@ -46,7 +46,7 @@ def extract_command(
     DST stands alone. Files of the step that belong to no rank, and files of no step, come along.
     What is copied is checked; `restore` gives from DST what it gives from STORE, byte for byte.
     """
-    from slimckpt.export.extract import extract
+    from slimckpt.convert.extract import extract
     from slimckpt.model import compact_ranks
 
     if ranks is None:

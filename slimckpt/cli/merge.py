@@ -67,7 +67,7 @@ def merge_command(
     stay as they are unless --dtype is given. With --only weights tensors get the names of the
     model's parameters where the files say them, as DeepSpeed's do. Tied tensors are written once.
     """
-    from slimckpt.export.merge import merge
+    from slimckpt.convert.merge import merge
 
     result = merge(
         source,

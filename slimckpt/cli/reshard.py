@@ -61,7 +61,7 @@ def reshard_command(
     by `slimckpt.open`, and `slimckpt export` makes files of them. Exactly one of --layout,
     --strategy and --ranks says what is wanted.
     """
-    from slimckpt.export.reshard import reshard
+    from slimckpt.convert.reshard import reshard
     from slimckpt.model import compact_ranks
 
     if sum(wanted is not None for wanted in (layout, strategy, ranks)) != 1:

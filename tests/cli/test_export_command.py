@@ -8,7 +8,7 @@ from pathlib import Path
 from sample_files import SAMPLES
 
 from slimckpt.cli.export import FORMATS as OFFERED
-from slimckpt.export.export import FORMATS
+from slimckpt.convert.export import FORMATS
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:

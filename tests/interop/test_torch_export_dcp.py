@@ -15,7 +15,7 @@ from sample_files import SAMPLES, expected
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import slimckpt
-from slimckpt.export.dcp import export_dcp
+from slimckpt.convert.dcp import export_dcp
 
 
 def content(tensor: torch.Tensor) -> bytes:

@@ -18,6 +18,7 @@ from trees import contents, snapshot
 import slimckpt
 from slimckpt import effects
 from slimckpt.cli import main
+from slimckpt.convert.reshard import ReshardResult, reshard
 from slimckpt.errors import (
     CheckFailedError,
     DestinationError,
@@ -29,7 +30,6 @@ from slimckpt.errors import (
     UnsupportedStoreError,
     UsageError,
 )
-from slimckpt.export.reshard import ReshardResult, reshard
 from slimckpt.frameworks import mindspore as slim_mindspore
 from slimckpt.frameworks.origin import opened
 from slimckpt.rewrite.access import Access

@@ -17,6 +17,8 @@ from trees import body, contents, snapshot
 import slimckpt
 from slimckpt import effects
 from slimckpt.cli import main
+from slimckpt.convert.extract import extract
+from slimckpt.convert.reshard import reshard
 from slimckpt.errors import (
     DestinationError,
     NoOriginalError,
@@ -26,8 +28,6 @@ from slimckpt.errors import (
     StoreDamagedError,
     UsageError,
 )
-from slimckpt.export.extract import extract
-from slimckpt.export.reshard import reshard
 from slimckpt.model import compact_ranks
 from slimckpt.rewrite.restore import restore
 from slimckpt.rewrite.slim import slim

@@ -8,15 +8,15 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from slimckpt.convert import hdf5, mindspore, npz, safetensors, torch
+from slimckpt.convert.blueprint import Blueprint
+from slimckpt.convert.dcp import DcpResult, export_dcp
+from slimckpt.convert.entries import Contents, LeftOut, LocalEntry
+from slimckpt.convert.values import text_of, values_in
+from slimckpt.convert.weights import not_weights
+from slimckpt.convert.writing import Planned, require_room, write_all
 from slimckpt.dtypes import OPAQUE
 from slimckpt.errors import SlimckptError, UnknownRankError, UsageError
-from slimckpt.export import hdf5, mindspore, npz, safetensors, torch
-from slimckpt.export.blueprint import Blueprint
-from slimckpt.export.dcp import DcpResult, export_dcp
-from slimckpt.export.entries import Contents, LeftOut, LocalEntry
-from slimckpt.export.values import text_of, values_in
-from slimckpt.export.weights import not_weights
-from slimckpt.export.writing import Planned, require_room, write_all
 from slimckpt.formats.dcp_metadata import METADATA
 from slimckpt.layouts.stored import NAME
 from slimckpt.model import StepLabel, compact_ranks, decode_path, encode_path, show_path

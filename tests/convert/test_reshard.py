@@ -16,8 +16,8 @@ from safetensors_bytes import safetensors_file
 from sample_files import SAMPLES
 
 import slimckpt
+from slimckpt.convert.reshard import reshard
 from slimckpt.errors import CheckFailedError, UsageError
-from slimckpt.export.reshard import reshard
 from slimckpt.rewrite.verify import verify
 
 DP8 = SAMPLES / "ms_dp8_ckpt"

@@ -12,8 +12,8 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from slimckpt.export.blueprint import Blueprint, Literals
-from slimckpt.export.entries import Entry
+from slimckpt.convert.blueprint import Blueprint, Literals
+from slimckpt.convert.entries import Entry
 from slimckpt.formats.zips import END, LOCAL
 
 ALIGNMENT = 64

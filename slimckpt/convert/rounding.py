@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from slimckpt.convert.entries import Entry
 from slimckpt.dtypes import numpy_dtype
-from slimckpt.export.entries import Entry
 from slimckpt.model import Bytes
 from slimckpt.views.arrays import Array
 

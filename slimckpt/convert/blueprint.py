@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from slimckpt import effects
-from slimckpt.export.entries import Entry
+from slimckpt.convert.entries import Entry
 from slimckpt.progress import Progress
 from slimckpt.sources.digest import UNIT, run_units
 

@@ -6,9 +6,9 @@ What :mod:`slimckpt.formats.mindspore` reads: a record for each tensor, several 
 
 from __future__ import annotations
 
+from slimckpt.convert.blueprint import Blueprint
+from slimckpt.convert.entries import Contents, LeftOut
 from slimckpt.dtypes import BY_NAME
-from slimckpt.export.blueprint import Blueprint
-from slimckpt.export.entries import Contents, LeftOut
 
 DTYPES = frozenset(name for name, row in BY_NAME.items() if row.mindspore)
 RECORD = 512 * 1024 * 1024

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from slimckpt.convert.blueprint import Blueprint
+from slimckpt.convert.entries import Contents
+from slimckpt.convert.zips import ALIGNMENT, Archive
 from slimckpt.dtypes import BY_NAME, numpy_dtype
-from slimckpt.export.blueprint import Blueprint
-from slimckpt.export.entries import Contents
-from slimckpt.export.zips import ALIGNMENT, Archive
 
 DTYPES = frozenset(BY_NAME)
 _MAGIC = b"\x93NUMPY"

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from slimckpt.export.blueprint import Blueprint
-from slimckpt.export.entries import Contents, Entry, LocalEntry, StreamEntry
-from slimckpt.export.pickling import pickled
-from slimckpt.export.zips import ALIGNMENT, Archive
+from slimckpt.convert.blueprint import Blueprint
+from slimckpt.convert.entries import Contents, Entry, LocalEntry, StreamEntry
+from slimckpt.convert.pickling import pickled
+from slimckpt.convert.zips import ALIGNMENT, Archive
 from slimckpt.formats.pickles import Call, Global, Persistent
 from slimckpt.formats.torch_tensors import DTYPES as NAMES
 from slimckpt.formats.torch_tensors import c_order

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 
+from slimckpt.convert.entries import LeftOut
+from slimckpt.convert.values import values_in
+from slimckpt.convert.weights import not_weights
 from slimckpt.dtypes import OPAQUE
 from slimckpt.errors import SlimckptError
-from slimckpt.export.entries import LeftOut
-from slimckpt.export.values import values_in
-from slimckpt.export.weights import not_weights
 from slimckpt.formats.dcp_metadata import read_metadata
 from slimckpt.layouts.dcp import metadata_among
 from slimckpt.model import RAW, Tensor

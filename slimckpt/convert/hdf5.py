@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from slimckpt.convert.blueprint import Blueprint, Body, Literals
+from slimckpt.convert.entries import Contents
 from slimckpt.dtypes import BY_NAME
 from slimckpt.errors import UsageError
-from slimckpt.export.blueprint import Blueprint, Body, Literals
-from slimckpt.export.entries import Contents
 from slimckpt.store.container import MAX_RANK, SMALL_ALIGNMENT, StructureFile
 from slimckpt.store.hdf5_types import hdf5_type
 

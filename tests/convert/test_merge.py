@@ -16,9 +16,9 @@ from sample_files import SAMPLES, expected
 
 import slimckpt
 from slimckpt.cli import main
+from slimckpt.convert.merge import MergeResult, shard_size
+from slimckpt.convert.rounding import rounded
 from slimckpt.errors import CheckFailedError, DestinationError, SlimckptError, UsageError
-from slimckpt.export.merge import MergeResult, shard_size
-from slimckpt.export.rounding import rounded
 from slimckpt.rewrite.slim import slim
 
 NUMPY: dict[str, Any] = {

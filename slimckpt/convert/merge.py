@@ -8,13 +8,13 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from slimckpt.convert import safetensors
+from slimckpt.convert.entries import Contents, LeftOut, WholeEntry
+from slimckpt.convert.renaming import NONE, Renaming, read_renaming
+from slimckpt.convert.rounding import DTYPES, RoundedEntry, in_dtype
+from slimckpt.convert.wholes import chosen_of, outside_of
+from slimckpt.convert.writing import Planned, require_room, write_all
 from slimckpt.errors import UsageError
-from slimckpt.export import safetensors
-from slimckpt.export.entries import Contents, LeftOut, WholeEntry
-from slimckpt.export.renaming import NONE, Renaming, read_renaming
-from slimckpt.export.rounding import DTYPES, RoundedEntry, in_dtype
-from slimckpt.export.wholes import chosen_of, outside_of
-from slimckpt.export.writing import Planned, require_room, write_all
 from slimckpt.layouts.recorded import LayoutLike
 from slimckpt.model import StepLabel
 from slimckpt.progress import SILENT, Progress
@@ -95,7 +95,7 @@ def merge(
         ``"weights"``: no optimizer state. Where the record says which tensors are weights they get
         the names of the model's parameters (of DeepSpeed what ``zero_to_fp32`` gives).
     rename
-        Rules for names, or the path of a file with them: see :mod:`slimckpt.export.renaming`.
+        Rules for names, or the path of a file with them: see :mod:`slimckpt.convert.renaming`.
     allow_drift
         Where ranks that should hold the same differ, take the lowest.
 

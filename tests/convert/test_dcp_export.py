@@ -14,8 +14,8 @@ from safetensors_bytes import safetensors_file
 from sample_files import SAMPLES, expected
 
 import slimckpt
+from slimckpt.convert.dcp import export_dcp
 from slimckpt.errors import CheckFailedError, UsageError
-from slimckpt.export.dcp import export_dcp
 from slimckpt.formats.dcp_metadata import read_metadata
 from slimckpt.layouts.layout import Box
 from slimckpt.sources.positioned import FileSource

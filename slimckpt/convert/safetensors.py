@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
+from slimckpt.convert.blueprint import Blueprint
+from slimckpt.convert.entries import Contents, Entry, LeftOut
 from slimckpt.dtypes import BY_NAME
 from slimckpt.errors import UsageError
-from slimckpt.export.blueprint import Blueprint
-from slimckpt.export.entries import Contents, Entry, LeftOut
 from slimckpt.formats.safetensors import MAX_HEADER
 
 DTYPES = frozenset(BY_NAME) - {"C128"}

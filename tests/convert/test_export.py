@@ -18,9 +18,9 @@ from sample_files import SAMPLES
 from trees import body
 
 import slimckpt
+from slimckpt.convert import blueprint
+from slimckpt.convert.export import FORMATS
 from slimckpt.errors import DestinationError, NoSpaceError, UnknownRankError, UsageError
-from slimckpt.export import blueprint
-from slimckpt.export.export import FORMATS
 
 DTYPES = (
     *("BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64"),

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from slimckpt import effects
+from slimckpt.convert.blueprint import Blueprint, write
 from slimckpt.errors import NoSpaceError
-from slimckpt.export.blueprint import Blueprint, write
 from slimckpt.model import Stat, show_path
 from slimckpt.progress import Progress
 from slimckpt.rewrite.access import Access, protect

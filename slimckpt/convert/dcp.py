@@ -17,16 +17,16 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
+from slimckpt.convert.blueprint import Blueprint
+from slimckpt.convert.entries import Contents, Entry, LeftOut, LocalEntry, WholeEntry, elements_of
+from slimckpt.convert.pickling import pickled
+from slimckpt.convert.rounding import in_dtype
+from slimckpt.convert.torch import DTYPES, SPELLED, put_archive, storages_of
+from slimckpt.convert.values import text_of
+from slimckpt.convert.wholes import chosen_of, outside_of
+from slimckpt.convert.writing import Planned, require_room, write_all
 from slimckpt.dtypes import numpy_dtype
 from slimckpt.errors import UsageError
-from slimckpt.export.blueprint import Blueprint
-from slimckpt.export.entries import Contents, Entry, LeftOut, LocalEntry, WholeEntry, elements_of
-from slimckpt.export.pickling import pickled
-from slimckpt.export.rounding import in_dtype
-from slimckpt.export.torch import DTYPES, SPELLED, put_archive, storages_of
-from slimckpt.export.values import text_of
-from slimckpt.export.wholes import chosen_of, outside_of
-from slimckpt.export.writing import Planned, require_room, write_all
 from slimckpt.formats.base import DCP
 from slimckpt.formats.dcp_metadata import METADATA
 from slimckpt.formats.pickles import Call, Global

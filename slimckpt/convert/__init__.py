@@ -1,0 +1,1 @@
+"""A checkpoint in another form: on other ranks, whole, or in files of another format."""
