@@ -41,10 +41,15 @@ _PLAIN = {
 
 
 class Found(NamedTuple):
-    """What a name stands for, and whether it may be called, or only be named."""
+    """What a name stands for, and whether it may be called, or only be named.
+
+    Of a class that is not ``initialized``, whose ``__init__`` may do anything, objects are only
+    made and given their state, as pickle itself does with what was saved.
+    """
 
     what: Any
     called: bool
+    initialized: bool = True
 
 
 Rule = Callable[[str, str], Found | None]
@@ -97,6 +102,13 @@ def _member(cls: Any, name: Any) -> Any:
     return cls[name]
 
 
+def _type(thing: Any) -> Any:
+    """How the types of Python's three constants are written, which have no names."""
+    if thing is not None and thing is not ... and thing is not NotImplemented:
+        raise TypeError(f"type of a {type(thing).__name__}")
+    return type(thing)
+
+
 def _reconstruct(cls: Any, base: Any, state: Any) -> Any:
     """``copyreg._reconstructor``, of plain objects only."""
     if not isinstance(cls, type) or base is not object or state is not None:
@@ -106,7 +118,10 @@ def _reconstruct(cls: Any, base: Any, state: Any) -> Any:
 
 _STAND_INS: dict[tuple[str, str], Found] = {
     ("_codecs", "encode"): Found(_encode, True),
+    ("builtins", "Ellipsis"): Found(..., False),
+    ("builtins", "NotImplemented"): Found(NotImplemented, False),
     ("builtins", "getattr"): Found(_member, True),
+    ("builtins", "type"): Found(_type, True),
     ("copyreg", "_reconstructor"): Found(_reconstruct, True),
     ("numpy", "dtype"): Found(_dtype, True),
     ("numpy", "ndarray"): Found(np.ndarray, False),
@@ -132,6 +147,8 @@ class Allowed:
     ----------
     names
         By module, names that are imported and may be called.
+    classes
+        By module, names of classes that are imported and whose ``__init__`` is not to run.
     stand_ins
         What stands for a module's name instead of what it has.
     rules
@@ -143,13 +160,14 @@ class Allowed:
     def __init__(
         self,
         names: Mapping[str, Iterable[str]] | None = None,
+        classes: Mapping[str, Iterable[str]] | None = None,
         stand_ins: Mapping[tuple[str, str], Found] | None = None,
         rules: Iterable[Rule] = (),
         allow: Iterable[Any] = (),
     ) -> None:
         self._names = {
-            (module, name)
-            for table in (_PLAIN, names or {})
+            (module, name): table is not classes
+            for table in (_PLAIN, names or {}, classes or {})
             for module, those in table.items()
             for name in those
         }
@@ -160,7 +178,7 @@ class Allowed:
                 raise UsageError(f"allow takes classes and functions, found {thing!r:.100}")
             self._found[thing.__module__, thing.__qualname__] = Found(thing, True)
         # By identity: what is found need not be hashable.
-        self._called: dict[int, Any] = {}
+        self._called: dict[int, Found] = {}
 
     def find(self, module: str, name: str, label: str) -> Any:
         """What ``module.name`` stands for in the file ``label``.
@@ -174,15 +192,21 @@ class Allowed:
         found = self._found.get((module, name)) or self._found_out(module, name, label)
         self._found[module, name] = found
         if found.called:
-            self._called[id(found.what)] = found.what
+            self._called[id(found.what)] = found
         return found.what
 
-    def may_call(self, what: Any) -> bool:
-        return id(what) in self._called
+    def may_call(self, what: Any, new: bool = False) -> bool:
+        """Whether it may be called; with ``new``, whether objects of it may be made."""
+        found = self._called.get(id(what))
+        return found is not None and (new or found.initialized)
 
     def may_build(self, cls: type) -> bool:
-        """Whether objects of a class may be given a state."""
-        return id(cls) in self._called and cls.__module__ != "builtins"
+        """Whether objects of a class may be given a state: not what the whole process shares."""
+        return (
+            self.may_call(cls, new=True)
+            and cls.__module__ != "builtins"
+            and not issubclass(cls, enum.Enum)
+        )
 
     def _found_out(self, module: str, name: str, label: str) -> Found:
         if (module, name) in self._names:
@@ -194,7 +218,7 @@ class Allowed:
                 raise UnknownGlobalError(
                     f"{label}: it needs {module}.{name}, which is not to be had here ({error})"
                 ) from None
-            return Found(found, True)
+            return Found(found, True, self._names[module, name])
         for rule in self._rules:
             known = rule(module, name)
             if known is not None:

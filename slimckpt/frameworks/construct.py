@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from slimckpt.errors import NotUnderstoodError, SlimckptError
+from slimckpt.errors import NotUnderstoodError, SlimckptError, UnknownGlobalError
 from slimckpt.formats.pickles import OPCODES, PickleReader, Stored
 from slimckpt.frameworks.allowed import FROM_BUFFER, Allowed, UnfinishedArray
 from slimckpt.model import FLOOR
@@ -85,7 +85,13 @@ class Constructor(PickleReader):
         """What an allowed constructor makes."""
         if type(args) is not tuple or not (kwargs is None or type(kwargs) is dict):
             self.damaged("the arguments of a call are no tuple")
-        if not self.allowed.may_call(what):
+        if not self.allowed.may_call(what, new):
+            if self.allowed.may_call(what, new=True):
+                raise UnknownGlobalError(
+                    f"{self.source.label}: it calls {what.__module__}.{what.__qualname__}, of which"
+                    " slimckpt makes objects, but does not run what creates them anew. If you trust"
+                    f" it, pass allow=[{what.__name__}]"
+                )
             self.damaged(f"it calls a {type(what).__name__}, which is no constructor")
         if _is_bomb(what, args):
             self.damaged("it asks for an object that is larger than what it gives")

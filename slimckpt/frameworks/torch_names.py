@@ -17,7 +17,7 @@ _TENSOR = "torch.distributed.tensor"
 _CHECKPOINT = "torch.distributed.checkpoint"
 _NAMES = {
     "torch": ("Size", "Tensor", "device"),
-    "torch._tensor": ("_rebuild_from_type", "_rebuild_from_type_v2"),
+    "torch._dynamo.decorators": ("_DimRange",),
     "torch._utils": (
         "_rebuild_device_tensor_from_cpu_tensor", "_rebuild_device_tensor_from_numpy",
         "_rebuild_meta_tensor_no_storage", "_rebuild_nested_tensor", "_rebuild_parameter",
@@ -26,9 +26,10 @@ _NAMES = {
         "_rebuild_wrapper_subclass", "_rebuild_xla_tensor",
     ),
     "torch.distributed._mesh_layout": ("_FlatLayout", "_MeshLayout"),
-    "torch.distributed.device_mesh": ("DeviceMesh",),
-    "torch.nested._internal.nested_tensor": ("_rebuild_njt",),
-    "torch.nn.parameter": ("Buffer", "Parameter"),
+    "torch.nested._internal.nested_tensor": ("NestedTensor", "_rebuild_njt"),
+    "torch.nn.parameter": (
+        "Buffer", "Parameter", "UninitializedBuffer", "UninitializedParameter",
+    ),
     "torch.serialization": ("_get_layout",),
     "torch.torch_version": ("TorchVersion",),
     _TENSOR: ("DTensor",),
@@ -43,19 +44,24 @@ _NAMES = {
     f"{_CHECKPOINT}.planner": (
         "BytesIOWriteData", "SavePlan", "TensorWriteData", "WriteItem", "WriteItemType",
     ),
-    "accelerate.state": ("AcceleratorState", "PartialState"),
     "accelerate.utils.dataclasses": ("DistributedType", "DynamoBackend"),
-    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
     "deepspeed.runtime.zero.config": ("ZeroStageEnum",),
     "deepspeed.utils.tensor_fragment": ("fragment_address",),
     "megatron.core.enums": ("ModelType",),
     "megatron.core.transformer.enums": ("AttnBackend", "AttnMaskType", "AttnType", "LayerType"),
-    "transformers.trainer_pt_utils": ("AcceleratorConfig",),
     "transformers.trainer_utils": (
         "EvaluationStrategy", "HubStrategy", "IntervalStrategy", "SaveStrategy", "SchedulerType",
     ),
-    "transformers.training_args": ("OptimizerNames", "ParallelMode", "TrainingArguments"),
+    "transformers.training_args": ("OptimizerNames", "ParallelMode"),
 }  # fmt: skip
+_CLASSES = {
+    "accelerate.state": ("AcceleratorState", "PartialState"),
+    "deepspeed.runtime.fp16.loss_scaler": ("DynamicLossScaler", "LossScaler"),
+    "torch.distributed.device_mesh": ("DeviceMesh",),
+    "transformers.trainer_pt_utils": ("AcceleratorConfig",),
+    "transformers.training_args": ("TrainingArguments",),
+}
+"""Those that join process groups, read files or change the process when they are created anew."""
 _MOVED = {
     "torch.distributed._tensor": _TENSOR,
     "torch.distributed._tensor.api": f"{_TENSOR}._api",
@@ -63,27 +69,49 @@ _MOVED = {
     "torch.distributed._tensor.placement_types": f"{_TENSOR}.placement_types",
     "torch.tensor": "torch._tensor",
 }
+_SAVED_WHOLE = ("torch.nn.modules.", "torch.optim.")
 _FUNCTIONS = ("torch.nn.functional", "torch._C._nn")
 
 
 def allowed_of_torch(torch: Any, load_from_bytes: Any, allow: Iterable[Any]) -> Allowed:
     """The allow-list of torch's files; ``load_from_bytes`` stands for the function of that name,
     which would unpickle."""
-    stand_ins = {("torch.storage", "_load_from_bytes"): Found(load_from_bytes, True)}
+
+    def of_type(name: str) -> Found:
+        # Torch calls the function that the file gives to it.
+        def rebuild(function: Any, cls: Any, *arguments: Any) -> Any:
+            if not allowed.may_call(function):
+                raise TypeError(f"{function!r:.100} makes no tensors")
+            if not isinstance(cls, type) or not issubclass(cls, torch.Tensor):
+                raise TypeError(f"{cls!r:.100} is no class of tensors")
+            return getattr(torch._tensor, name)(function, cls, *arguments)
+
+        rebuild.__module__, rebuild.__qualname__ = "torch._tensor", name
+        return Found(rebuild, True)
+
+    stand_ins = {
+        ("torch.storage", "_load_from_bytes"): Found(load_from_bytes, True),
+        ("torch._tensor", "_rebuild_from_type"): of_type("_rebuild_from_type"),
+        ("torch._tensor", "_rebuild_from_type_v2"): of_type("_rebuild_from_type_v2"),
+    }
 
     def rule(module: str, name: str) -> Found | None:
         if "Storage" in name and module.startswith("torch"):
             return _storage(torch, name)
         if module in _MOVED:
             return Found(allowed.find(_MOVED[module], name, module), True)
-        if module == "torch":
+        if module == "torch" or (module.startswith("torch.") and name.startswith("torch.")):
+            # A memory format says its whole name, and pickle looks for a module that has it.
+            name = name.removeprefix("torch.")
             kinds = (torch.dtype, torch.layout, torch.memory_format, torch.qscheme)
             found = getattr(torch, name, None)
             return Found(found, False) if isinstance(found, kinds) else None
-        if module.startswith("torch.nn.modules."):
+        if module.startswith(_SAVED_WHOLE):
             found = getattr(sys.modules.get(module), name, None)
-            is_one = isinstance(found, type) and issubclass(found, torch.nn.Module)
-            return Found(found, True) if is_one and found.__module__ == module else None
+            bases = (torch.nn.Module, torch.optim.Optimizer)
+            is_one = isinstance(found, type) and issubclass(found, bases)
+            known = is_one and found.__module__ == module
+            return Found(found, True, initialized=False) if known else None
         if module in _FUNCTIONS:
             # Activations that a module keeps: named, never called.
             found = getattr(sys.modules.get(module), name, None)
@@ -91,7 +119,8 @@ def allowed_of_torch(torch: Any, load_from_bytes: Any, allow: Iterable[Any]) -> 
         return None
 
     families = ("accelerate", "deepspeed", "megatron", "peft", "torch", "transformers")
-    allowed = Allowed(_NAMES, stand_ins, (rule, enumerations_of(*families)), allow)
+    rules = (rule, enumerations_of(*families))
+    allowed = Allowed(_NAMES, _CLASSES, stand_ins, rules, allow)
     return allowed
 
 

@@ -19,13 +19,12 @@ from slimckpt.formats.zips import STORED
 from slimckpt.frameworks.allowed import Allowed
 from slimckpt.frameworks.construct import Constructor
 from slimckpt.frameworks.torch_names import allowed_of_torch
+from slimckpt.frameworks.torch_tensors import ALIGNMENT
 from slimckpt.model import RAW, Bytes
 from slimckpt.sources.positioned import ByteSource, Section
 
 Memory = Callable[[int, int, str], Bytes]
 """Writable memory of stored bytes: offset in the file, length, encoding."""
-_ALIGNMENT = 16
-"""What the widest dtype wants."""
 
 
 class _Place(NamedTuple):
@@ -168,7 +167,7 @@ class _Storages:
             self._damaged(f"storage {key[:64]!a} {has}, expected {nbytes} bytes")
         if nbytes:
             memory = self.memory(place.offset, place.stored, place.encoding)[:nbytes]
-            if memory.ctypes.data % _ALIGNMENT:
+            if memory.ctypes.data % ALIGNMENT:
                 memory = memory.copy()
             storage = self.torch.from_numpy(memory).untyped_storage()
         else:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from slimckpt.dtypes import OPAQUE
 from slimckpt.formats.torch_tensors import DTYPES, c_order
 from slimckpt.model import RAW
 from slimckpt.views.arrays import Array, Arrays, tensor_of
@@ -13,6 +14,8 @@ from slimckpt.views.checkpoint import Checkpoint
 from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import Holding
 
+ALIGNMENT = 16
+"""What the widest dtype wants."""
 _SPELLED = {ours: spelled for spelled, ours in reversed(DTYPES.items())}
 
 
@@ -33,29 +36,45 @@ class Tensors:
         self._storages: dict[tuple[Holding, int], Any] = {}
 
     def named(self, view: TensorView) -> dict[str, Any]:
-        """All tensors of a view; errors are those of reading them."""
-        found = ((name, view._find(name)) for name in view)
-        return {name: self.tensor(member.holding, row) for name, (member, row) in found}
+        """All tensors of a view, and what only torch takes for one; errors are those of reading
+        them."""
+        ours = [name for name in view.opaque if self._dtype(view.info(name).dtype) is not None]
+        return {name: self.tensor(*view.located(name)) for name in (*view, *ours)}
 
     def tensor(self, holding: Holding, row: int) -> Any:
         """One tensor, by its row."""
         tensor = tensor_of(holding, row)
-        dtype = getattr(self._torch, _SPELLED.get(tensor.dtype, ""), None)
+        dtype = self._dtype(tensor.dtype)
         if dtype is not None and tensor.payload is not None and tensor.encoding == RAW:
             strides = c_order(tensor.shape) if tensor.strides is None else tensor.strides
             start, odd = divmod(tensor.offset, dtype.itemsize)
-            odd = odd or (tensor.big_endian and dtype.itemsize > 1) or min(strides, default=0) < 0
+            swapped = tensor.big_endian and dtype.itemsize > 1
             memory = self._arrays.stream(holding, tensor)
             reach = sum((dim - 1) * step for dim, step in zip(tensor.shape, strides, strict=True))
             inside = start >= 0 and (start + reach + 1) * dtype.itemsize <= len(memory)
-            if not odd and inside and memory.ctypes.data % dtype.itemsize == 0:
+            if not (odd or swapped or min(strides, default=0) < 0) and inside:
                 storage = self._storage((holding, tensor.payload), memory)
                 return self._torch.empty(0, dtype=dtype).set_(storage, start, tensor.shape, strides)
+        if tensor.dtype.startswith(OPAQUE):
+            if tensor.nbytes:
+                return self._of_array(
+                    np.frombuffer(self._arrays.raw(holding, row), np.uint8), dtype
+                )
+            return self._torch.empty(tensor.shape, dtype=dtype)
         return self._of_array(self._arrays.array(holding, row), dtype)
+
+    def _dtype(self, ours: str) -> Any:
+        """Torch's dtype of a name of ours, also where only torch has it; ``None`` if it has none,
+        or one that takes more than its numbers."""
+        found = getattr(self._torch, _SPELLED.get(ours, ours.removeprefix(OPAQUE)), None)
+        quantized = ours.startswith((f"{OPAQUE}q", f"{OPAQUE}bits1x", f"{OPAQUE}bits2x"))
+        return found if isinstance(found, self._torch.dtype) and not quantized else None
 
     def _storage(self, key: tuple[Holding, int], memory: Array) -> Any:
         if key not in self._storages:
-            self._storages[key] = self._torch.from_numpy(memory).untyped_storage()
+            # Copied once where it has to be, so that what is tied stays so.
+            suited = memory if memory.ctypes.data % ALIGNMENT == 0 else memory.copy()
+            self._storages[key] = self._torch.from_numpy(suited).untyped_storage()
         return self._storages[key]
 
     def _of_array(self, array: Array, dtype: Any) -> Any:

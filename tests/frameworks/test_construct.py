@@ -49,15 +49,16 @@ class Slotted:
     __slots__ = ("a", "b")
 
 
-def made(data: bytes, allow: Any = (), mapped: bool = False) -> Any:
+def made(data: bytes, allow: Any = (), mapped: bool = False, classes: Any = None) -> Any:
     """The object of a pickle; with ``mapped`` elements of arrays are not in what is read."""
     source = _Bytes(data, "file.pt")
 
     def memory(offset: int, nbytes: int) -> Any:
         return np.frombuffer(data[offset : offset + nbytes], np.uint8).copy()
 
+    allowed = Allowed(classes=classes, allow=allow)
     return Constructor(
-        source, 0, len(data), allowed=Allowed(allow=allow), memory=memory if mapped else None
+        source, 0, len(data), allowed=allowed, memory=memory if mapped else None
     ).read()
 
 
@@ -321,6 +322,29 @@ def test_a_member_of_an_enumeration_may_come_by_its_name() -> None:
     assert made(by_name + b"\x8c\x03RED\x86R.", [Colour]) is Colour.RED
     with pytest.raises(SlimckptError, match="refused"):
         made(by_name + b"\x8c\x09__class__\x86R.", [Colour])
+
+
+@pytest.mark.parametrize("protocol", [0, 1, 2, 5])
+def test_objects_of_a_class_may_be_made_where_it_may_not_be_called(protocol: int) -> None:
+    classes = {__name__: ["Point"]}
+    assert made(pickle.dumps(Point(3), protocol), classes=classes) == Point(3)
+    created = pickle.dumps(Calls(Point, 3), protocol)
+    with pytest.raises(UnknownGlobalError, match=r"calls .*\.Point,.*allow=\[Point\]"):
+        made(created, classes=classes)
+    assert made(created, [Point], classes=classes) == Point(3)
+
+
+def test_members_of_enumerations_keep_what_they_are() -> None:
+    with pytest.raises(DamagedFileError, match="gives a state to a Colour"):
+        made(pickle.dumps(Calls(Colour, 1, state={"_value_": 2, "more": 3})), [Colour])
+    assert Colour.RED.value == 1 and not hasattr(Colour.RED, "more")
+
+
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_constants_of_python_come_back_and_their_types(protocol: int) -> None:
+    constants = [..., NotImplemented, None]
+    state = [*constants, *map(type, constants)]
+    assert all(map(lambda a, b: a is b, made(pickle.dumps(state, protocol)), state))
 
 
 def test_an_error_of_a_constructor_names_it() -> None:

@@ -17,6 +17,8 @@ import torch.distributed.checkpoint as dcp
 from same_object import require_same
 from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.device_mesh import DeviceMesh
 
 sys.path.append(str(Path(__file__).parents[1]))
 from mounts import skip_without_fuse
@@ -114,6 +116,95 @@ def test_a_class_that_is_allowed_is_made(tmp_path: Path) -> None:
     with pytest.raises(UnknownGlobalError, match=r"Config.*allow=\[Config\]"):
         slim_torch.load(tmp_path / "store", rank=0)
     require_same(state, slim_torch.load(tmp_path / "store", rank=0, allow=[Config]))
+
+
+class Calls:
+    """Pickles as a call of something."""
+
+    def __init__(self, what: Any, *args: Any) -> None:
+        self.made = (what, args)
+
+    def __reduce__(self) -> Any:
+        return self.made
+
+
+def test_what_may_be_named_is_not_called_by_way_of_torch(tmp_path: Path) -> None:
+    by_type = torch._tensor._rebuild_from_type_v2
+    called = {
+        "relu": Calls(by_type, nn.functional.relu, torch.Tensor, (torch.ones(3),), {}),
+        "class of tensors": Calls(by_type, WriteItemType, WriteItemType, (1,), {"evil": 1}),
+        "Linear": Calls(nn.Linear, 10, 10),
+        "DeviceMesh": Calls(DeviceMesh, "cpu", [0]),
+    }
+    for what, call in called.items():
+        torch.save({"w": torch.ones(3), "x": call}, tmp_path / f"{what}.pt")
+    for what in called:
+        with pytest.raises(SlimckptError, match=what):
+            slim_torch.load(tmp_path, file=f"{what}.pt")
+    assert not hasattr(WriteItemType(1), "evil")
+
+
+@pytest.mark.parametrize("kind", ["store", "directory"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_tensors_by_name_share_what_they_share_and_lack_none_that_torch_has(
+    kind: str, zipped: bool, tmp_path: Path
+) -> None:
+    tree = tmp_path / "directory"
+    tree.mkdir()
+    a = torch.randn(30, 40)
+    codes = torch.randint(0, 255, (50, 60), dtype=torch.uint8)
+    state = {
+        "odd": codes[:, :7],
+        "a": a,
+        "tied": a,
+        "rows": a[3:5],
+        "turned": a.t(),
+        "b": a.clone(),
+    }
+    if zipped:  # Torch itself does not read these back from files of its old format.
+        state["half"] = torch.randn(30, 40, dtype=torch.complex64).to(torch.complex32)
+        state["none"] = torch.empty(0, 3, dtype=torch.complex32)
+        state["bits"] = codes.view(torch.bits8)
+    torch.save(state, tree / "m.pt", _use_new_zipfile_serialization=zipped)
+    slim(tree, tmp_path / "store", min_saving=0)
+    found = slim_torch.state_dict(tmp_path / kind, file="m.pt")
+    for name, tensor in found.items():  # their order is that of the views
+        want = state[name]
+        assert (tensor.dtype, tensor.shape, tensor.stride()) == (
+            *(want.dtype, want.shape, want.stride()),
+        )
+        assert bits(tensor) == bits(want), name
+    assert found.keys() == state.keys()
+    found["a"].add_(1)
+    assert torch.equal(found["tied"], a + 1) and torch.equal(found["turned"], (a + 1).t())
+    assert torch.equal(found["rows"], a[3:5] + 1) and torch.equal(found["b"], a)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return b"" if not tensor.numel() else flat.numpy().tobytes()
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_what_torch_can_save_whole_comes_back(protocol: int, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(20, 20), nn.BatchNorm1d(20), nn.GELU())
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(3, 20)).sum().backward()
+    optimizer.step()
+    jagged = torch.nested.nested_tensor([torch.ones(3, 5), torch.ones(4, 5)], layout=torch.jagged)
+    state = {"optimizer": optimizer, "model": model, "rest": ..., "jagged": jagged}
+    if protocol > 2:  # pickle itself does not write it else
+        state["format"] = torch.channels_last
+    torch.save(state, tmp_path / "m.pt", pickle_protocol=protocol)
+    found, wanted = slim_torch.load(tmp_path, file="m.pt"), own(tmp_path / "m.pt")
+    # Each jagged tensor has a symbol of its own for how long its rows are.
+    jagged, twin = found.pop("jagged"), wanted.pop("jagged")
+    assert all(map(torch.equal, jagged.unbind(), twin.unbind()))
+    same = copy.copy(found), copy.copy(wanted)
+    require_same(*[one["optimizer"].state_dict() for one in same])
+    require_same(*[one["model"] for one in same])
+    assert found["rest"] is ... and found.get("format") is wanted.get("format")
+    assert found["optimizer"].param_groups[0]["params"][0] is found["model"][0].weight
 
 
 class Tiny(nn.Module):
