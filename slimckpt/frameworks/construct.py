@@ -7,9 +7,12 @@ containers are Python's own, and arrays of numpy are made here, of memory that t
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -26,6 +29,9 @@ Memory = Callable[[int, int], npt.NDArray[np.uint8]]
 Persistent = Callable[[Any], Any]
 
 _MAX_AXES = 64
+_MAX_DEPTH = 500
+"""Of tuples in tuples: Python has no limit where it hashes one, but for the stack."""
+_MAX_AGAIN = 1 << 20
 
 
 class Constructor(PickleReader):
@@ -61,6 +67,7 @@ class Constructor(PickleReader):
         self.allowed, self.memory = allowed, memory
         self.give, self.encoding = persistent, encoding
         self.unfinished = 0
+        self.nests: dict[int, tuple[int, int]] = {}
 
     def read(self) -> Any:
         """The next object.
@@ -72,7 +79,10 @@ class Constructor(PickleReader):
         UnknownGlobalError
             It needs something that is not allowed.
         """
-        found = super().read()
+        try:
+            found = super().read()
+        except RecursionError:
+            self.damaged("its objects lie too deep in each other")
         if self.unfinished:
             self.damaged("an array was begun and never given its elements")
         return found
@@ -80,6 +90,30 @@ class Constructor(PickleReader):
     def find(self, module: Any, name: Any) -> Any:
         self.symbol(module, name)
         return self.allowed.find(module, name, self.source.label)
+
+    def made(self, value: Any) -> None:
+        if isinstance(value, tuple):
+            self._measure(value, value)
+        elif type(value) is slice:
+            self._measure(value, (value.start, value.stop, value.step))
+        super().made(value)
+
+    def _measure(self, value: Any, parts: Iterable[Any]) -> None:
+        """Refuse what Python's own code would walk too deep or too long, without a limit: to hash
+        a tuple or to let go of it."""
+        depth = paths = 1
+        for part in parts:
+            if isinstance(part, (tuple, slice, np.ndarray)):
+                below, more = self.nests.get(id(part), (1, 1))
+                depth, paths = max(depth, below + 1), paths + more
+        if depth > _MAX_DEPTH:
+            self.damaged("its objects lie too deep in each other")
+        if paths > _MAX_AGAIN + 4 * self.nbytes:
+            self.damaged("objects in it are too often referred to")
+        if depth > 1:
+            self.nests[id(value)] = depth, paths
+        else:
+            self.nests.pop(id(value), None)  # of another that was there before
 
     def call(self, what: Any, args: Any, kwargs: Any = None, new: bool = False) -> Any:
         """What an allowed constructor makes."""
@@ -224,7 +258,9 @@ class Constructor(PickleReader):
             self.damaged("an array of objects without a list of them")
         found = np.empty(len(data), object)
         found[:] = data
-        return found.reshape(shape, order="F" if order == "F" else "C")
+        shaped = found.reshape(shape, order="F" if order == "F" else "C")
+        self._measure(shaped, data)
+        return shaped
 
     def _set_dtype(self, dtype: Any, state: Any) -> None:
         """Byte order and fields of a dtype, checked before numpy takes them."""
@@ -236,15 +272,23 @@ class Constructor(PickleReader):
             known = known and type(nbytes) is int and _fits(names, fields, nbytes)
         if not known or type(alignment) is not int or not _is_unit(dtype, state[8:]):
             raise NotUnderstoodError(
-                f"{self.source.label}: a dtype of numpy that slimckpt does not make: {state!r:.200}"
+                f"{self.source.label}: a dtype of numpy that slimckpt does not make:"
+                f" {reprlib.repr(state)}"
             )
         dtype.__setstate__(state)
 
 
 def _is_bomb(what: Any, args: tuple[Any, ...]) -> bool:
     """Whether few bytes of a pickle would make an object of many."""
+    if what is str:  # also of a list that holds a list twice, that holds another twice, …
+        return not all(isinstance(arg, (str, bytes, int, float)) for arg in args)
+    if what is Fraction:  # of "1e9999999"
+        return any(type(arg) is not int and "e" in str(arg).lower() for arg in args)
     return any(
-        type(arg) is range or (what in (bytes, bytearray) and type(arg) is int) for arg in args
+        type(arg) is range
+        or (what in (bytes, bytearray) and type(arg) is int)
+        or (what is int and type(arg) is Decimal)
+        for arg in args
     )
 
 
@@ -317,6 +361,14 @@ def _add_items(reader: Constructor) -> None:
     reader.stack[-1].update(items)
 
 
+def _tuple(reader: Constructor, count: int) -> None:
+    items = reader.stack[-count:]
+    if len(items) < count:
+        reader.damaged("a tuple of more than there is")
+    del reader.stack[-count:]
+    reader.made(tuple(items))
+
+
 def _reduce(reader: Constructor) -> None:
     args, what = reader.stack.pop(), reader.stack.pop()
     if what is FROM_BUFFER and type(args) is tuple and len(args) == 4:
@@ -378,6 +430,9 @@ _WORK: dict[str, Callable[[Any], Any]] = {
     "o": _object,
     "\x81": lambda r: _new(r, False),
     "\x92": lambda r: _new(r, True),
+    "\x85": lambda r: _tuple(r, 1),
+    "\x86": lambda r: _tuple(r, 2),
+    "\x87": lambda r: _tuple(r, 3),
     "B": lambda r: r.stack.append(r.raw(_unsigned(r, 4))),
     "C": lambda r: r.stack.append(r.raw(_unsigned(r, 1))),
     "\x8e": lambda r: r.stack.append(r.raw(_unsigned(r, 8))),

@@ -6,6 +6,7 @@ makes (``torch/serialization.py``, ``_load`` and ``_legacy_load``).
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -146,15 +147,15 @@ class _Storages:
         if type(pid) is tuple and len(pid) == 4 and pid[0] == "module":
             return pid[1]  # a class, and its source, which is of no use
         if type(pid) is not tuple or len(pid) not in (5, 6) or pid[0] != "storage":
-            self._damaged(f"{pid!r:.100} names no storage")
+            self._damaged(f"{reprlib.repr(pid)} names no storage")
         _, cls, key, _, count, *view = pid
         dtype = (
             self.torch.uint8 if cls is self.torch.UntypedStorage else getattr(cls, "dtype", None)
         )
         if not isinstance(dtype, self.torch.dtype) or type(key) is not str:
-            self._damaged(f"{pid!r:.100} names no storage")
+            self._damaged(f"{reprlib.repr(pid)} names no storage")
         if type(count) is not int or count < 0:
-            self._damaged(f"storage {key[:64]!a} has {count!r:.100} elements")
+            self._damaged(f"storage {key[:64]!a} has {reprlib.repr(count)} elements")
         if key not in self.found:
             self.found[key] = self._storage(key, dtype, count * dtype.itemsize)
         found = self.found[key]

@@ -324,6 +324,39 @@ def test_a_member_of_an_enumeration_may_come_by_its_name() -> None:
         made(by_name + b"\x8c\x09__class__\x86R.", [Colour])
 
 
+DEEP = b")" + b"\x85" * 100_000
+TWICE = b")q\x00" + b"".join(b"0h%ch%c\x86q%c" % (n, n, n + 1) for n in range(50))
+LISTS = b"]q\x00" + b"".join(b"0]q%c(h%ch%ce" % (n + 1, n, n) for n in range(50))
+TOO_MUCH = {
+    "a deep key": (b"}" + DEEP + b"K\x01s", "too deep"),
+    "a deep item of a set": (b"\x8f(" + DEEP + b"\x90", "too deep"),
+    "a deep item of a frozen set": (b"(" + DEEP + b"\x91", "too deep"),
+    "what is counted is deep": (b"ccollections\nCounter\n" + DEEP + b"\x85\x85R", "too deep"),
+    "slices in slices": (b"cbuiltins\nslice\n" * 10_000 + b"N" + b"\x85R" * 10_000, "too deep"),
+    "a key by 2 ** 50 paths": (TWICE + b"0}h\x32K\x01s", "too often"),
+    "the text of 2 ** 50 lists": (LISTS + b"0cbuiltins\nstr\nh\x32\x85R", "larger"),
+    "a long fraction": (b"cfractions\nFraction\nX\x09\x00\x00\x001e9999999\x85R", "larger"),
+    "a long integer": (
+        b"cbuiltins\nint\ncdecimal\nDecimal\nX\x09\x00\x00\x001e9999999\x85R\x85R",
+        "larger",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+def test_what_would_take_the_stack_or_the_time_of_python_is_refused(name: str) -> None:
+    content, why = TOO_MUCH[name]
+    with pytest.raises(DamagedFileError, match=why):
+        made(b"\x80\x04" + content + b".")
+
+
+def test_lists_and_dicts_may_lie_deep_in_each_other() -> None:
+    found, depth = made(b"\x80\x02" + b"]" * 5000 + b"a" * 4999 + b"."), 0
+    while found:
+        (found,), depth = found, depth + 1
+    assert depth == 4999
+
+
 @pytest.mark.parametrize("protocol", [0, 1, 2, 5])
 def test_objects_of_a_class_may_be_made_where_it_may_not_be_called(protocol: int) -> None:
     classes = {__name__: ["Point"]}
