@@ -47,7 +47,11 @@ def check_mountpoint(mountpoint: bytes, store: bytes) -> bytes:
         }
         raise MountError(f"{shown}: {error.strerror}{hints.get(error.errno or 0, '')}") from None
     if not empty:
-        raise MountError(f"{shown} is not empty; a mount goes on an empty directory")
+        there = f": something is mounted there already; `fusermount -u {shown}` takes a mount away"
+        raise MountError(
+            f"{shown} is not empty{there if os.path.ismount(mountpoint) else ''}; a mount goes on"
+            " an empty directory"
+        )
     real, outer = os.path.realpath(mountpoint), os.path.realpath(store)
     if real.startswith(os.path.join(outer, b"")):
         raise MountError(f"{shown} lies inside {show_path(outer)}; name a directory outside")

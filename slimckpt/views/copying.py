@@ -76,7 +76,7 @@ def copy_tensor(arrays: Arrays, holding: Holding, row: int, out: Any, what: str)
 
 
 def _copy(target: Array, array: Array) -> None:
-    if array.nbytes < LARGE or array.ndim == 0:
+    if array.nbytes < LARGE or array.ndim == 0 or np.may_share_memory(target, array):
         return np.copyto(target, array)
     rows = -(-len(array) * WARM // array.nbytes)
 

@@ -43,7 +43,8 @@ class Stage(Files):
     Raises
     ------
     UsageError
-        The directory is another user's, is a link, can be written to by others, or cannot be made.
+        The directory is another user's, is a link, can be written to by others, lies in the
+        checkpoint, or cannot be made.
 
     Notes
     -----
@@ -57,6 +58,12 @@ class Stage(Files):
         self._names: dict[bytes, bytes] = {}
         self._left: set[bytes] = set()
         self._closed = False
+        inside = os.path.join(os.path.realpath(directory), b"")
+        if inside.startswith(os.path.join(os.path.realpath(root), b"")):
+            raise UsageError(
+                f"stage {show_path(directory)}: it lies in the checkpoint itself, which is never"
+                " written to; name a directory outside"
+            )
         os.close(self._open_directory())
 
     def open(self, path: bytes, expected_size: int) -> int:

@@ -47,6 +47,15 @@ def mounting(store: Path, point: Path) -> Iterator[subprocess.Popen[bytes]]:
                 subprocess.run(["umount", "-l", point], check=False)
 
 
+def test_a_second_mount_on_a_first_is_refused_and_named(
+    store: Path, point: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with mounting(store, point):
+        with pytest.raises(MountError, match="code 2"), mounted(store, point):
+            pass
+        assert "something is mounted there already; `fusermount -u" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("number", STOPPING)
 def test_a_signal_ends_a_mount_well_and_leaves_nothing(
     number: signal.Signals, store: Path, point: Path

@@ -251,6 +251,16 @@ def test_a_file_that_was_cut_is_an_error_that_says_so(tmp_path: Path, backend: A
             view.copy_into("w", bytearray(len(BIG)))
 
 
+def test_a_tensor_may_be_copied_over_itself(
+    tmp_path: Path, open_any: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(copying, "WARM", 4096)
+    shape = [len(BIG) // 8, 8]
+    view = open_any(model(tmp_path / "source", ("w", "U8", shape, BIG))).rank(0, writable=True)
+    view.copy_into("w", view["w"][::-1])
+    assert np.array_equal(view["w"], np.frombuffer(BIG, np.uint8).reshape(shape)[::-1])
+
+
 def test_a_writable_view_gives_what_it_holds_now(tmp_path: Path, open_any: Open) -> None:
     root = model(tmp_path / "source", ("w", "U8", [len(BIG)], BIG), ("s", "U8", [4], b"abcd"))
     view = open_any(root).rank(0, writable=True)

@@ -429,6 +429,23 @@ def test_a_link_a_file_and_a_directory_others_can_write_to_are_refused(
     assert stat.S_IMODE((tmp_path / "new" / "and").stat().st_mode) == 0o700
 
 
+def test_a_stage_in_the_checkpoint_itself_is_refused(
+    source: Path, store: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "link").symlink_to(store.name)
+    for root, inside in (
+        (store, store),
+        (store, store / "own"),
+        (store, tmp_path / "link" / "new"),
+        (source, source / "new"),
+    ):
+        before = snapshot(tmp_path)
+        with pytest.raises(UsageError, match="lies in the checkpoint itself"):
+            views.open(root, stage=inside)
+        assert snapshot(tmp_path) == before
+    views.open(store, stage=f"{store}.stage").close()
+
+
 @as_root
 def test_a_directory_of_another_user_is_refused(store: Path, stage: Path) -> None:
     stage.mkdir(mode=0o700)
