@@ -97,7 +97,7 @@ def which(
     root, inner = split(path)
     if inner is not None and file is not None:
         raise UsageError(f"{os.fsdecode(path)!a} names a file already; leave out file=")
-    wanted = os.fspath(file) if file is not None else inner and encode_path(inner)
+    wanted = os.path.normpath(file) if file is not None else inner and encode_path(inner)
     if wanted is not None and (rank, step, run) != (None, None, None):
         raise UsageError("a file was named; leave out rank, step and run")
     return root, wanted
@@ -121,7 +121,7 @@ def split(path: Path) -> tuple[bytes, bytes | None]:
 
 def step_of(checkpoint: Checkpoint, step: StepLabel | None, run: str | None) -> Step:
     """The step that was asked for, or the only one."""
-    return checkpoint.only_step(run, "load") if step is None else checkpoint.step(step, run)
+    return checkpoint.only_step(run, label=step)
 
 
 def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -> Member:

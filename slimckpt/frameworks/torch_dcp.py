@@ -15,7 +15,12 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import StorageReader
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -37,6 +42,9 @@ _NO_METADATA = (
     "; what its HuggingFaceStorageWriter saved has none: mount it and load it with"
     " HuggingFaceStorageReader, or take whole tensors from slimckpt.open(…).tensor(name)"
 )
+
+
+_SAVED = (TensorStorageMetadata, BytesStorageMetadata)
 
 
 class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types here
@@ -66,7 +74,8 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
     def _described(self, step: StepLabel | None, run: str | None, wanted: bytes | None) -> Member:
         """The metadata of the checkpoint that is meant."""
         if wanted is not None:
-            found = self._checkpoint.files.member(os.path.join(wanted, METADATA.encode()))
+            path = os.path.normpath(os.path.join(wanted, METADATA.encode()))
+            found = self._checkpoint.files.member(path)
             found.holding.require()
             return found
         chosen = step_of(self._checkpoint, step, run)
@@ -94,6 +103,11 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
                 f"{self._member.holding.label}: expected {DCP}.metadata.Metadata, found a"
                 f" {type(found).__name__}"
             )
+        if not _is_sound(found):
+            raise CheckFailedError(
+                f"{self._member.holding.label}: it does not say what was saved, and where, as"
+                " torch.distributed.checkpoint does"
+            )
         if getattr(found, "storage_meta", None) is None:
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self._load_id
@@ -116,7 +130,12 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
         directory = os.path.dirname(self._member.path)
         by_file: dict[str, list[tuple[int, int, ReadItem]]] = {}
         for item in plan.items:
-            place = self._stored[item.storage_index]
+            place = self._stored.get(item.storage_index)
+            if place is None:
+                raise CheckFailedError(
+                    f"{self._member.holding.label}: it lists {item.storage_index.fqn!a}, but not"
+                    f" where the chunk at {item.storage_index.offset} is"
+                )
             if getattr(place, "transform_descriptors", None):
                 raise CheckFailedError(
                     f"{self._member.holding.label}: {item.storage_index.fqn!a} was transformed when"
@@ -171,3 +190,22 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def _is_sound(found: Metadata) -> bool:
+    """Whether metadata have the parts that are used here."""
+    saved = getattr(found, "state_dict_metadata", None)
+    stored = getattr(found, "storage_data", None)
+    return (
+        isinstance(saved, dict)
+        and isinstance(stored, dict)
+        and all(
+            isinstance(v, (TensorStorageMetadata, BytesStorageMetadata)) for v in saved.values()
+        )
+        and all(
+            isinstance(getattr(place, "relative_path", None), str)
+            and type(getattr(place, "offset", None)) is int
+            and type(getattr(place, "length", None)) is int
+            for place in stored.values()
+        )
+    )

@@ -217,9 +217,11 @@ class Checkpoint:
         step = self.only_step(run, "rank")
         return step.rank(r, skip_damaged=skip_damaged, writable=writable, **coords)
 
-    def only_step(self, run: str | None, call: str, label: StepLabel | None = None) -> Step:
-        """One step, to ``call`` something of it: that of a label, which may be spelled as text, or
-        else the only one.
+    def only_step(
+        self, run: str | None, call: str | None = None, label: StepLabel | None = None
+    ) -> Step:
+        """One step, to ``call`` something of it, or for a function with an argument ``step``: that
+        of a label, which may be spelled as text, or else the only one.
 
         Raises
         ------
@@ -232,9 +234,9 @@ class Checkpoint:
         steps = self._steps(run)
         if len(steps) == 1:
             return steps[0]
+        way = "step=…" if call is None else f"step(…).{call}(…)"
         raise UnknownStepError(
-            f"{self._label} has {len(steps)} steps{_in_run(run)}; say step(…).{call}(…):"
-            f" {_described(steps)}"
+            f"{self._label} has {len(steps)} steps{_in_run(run)}; say {way}: {_described(steps)}"
         )
 
     def tensor(
@@ -543,8 +545,8 @@ class Files(Mapping[str, FileView]):
         found = self._find(path)
         if found is None:
             raise UnknownFileError(
-                f"{self._checkpoint._label} has no file {path!a}; paths are those of the"
-                " original tree, relative to its root"
+                f"{self._checkpoint._label} has no file {os.fsdecode(path)!a}; paths are those of"
+                " the original tree, relative to its root"
             )
         return found
 

@@ -35,6 +35,7 @@ def test_a_path_may_go_on_into_a_slim_checkpoint(tmp_path: Path) -> None:
     assert which(slim, inner, None, None, None) == (bytes(slim), inner)
     assert which(slim, None, 1, "1_1", "") == (bytes(slim), None)
     assert which(run / inner, None, None, None, None) == (bytes(run / "rank_1"), "net-1_1.ckpt")
+    assert which(slim, f"./rank_0/../{inner}", None, None, None) == (bytes(slim), inner)
 
 
 def test_arguments_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
@@ -45,6 +46,25 @@ def test_arguments_that_contradict_each_other_are_refused(tmp_path: Path) -> Non
     for rank, step, name in [(0, None, None), (None, "1_1", None), (None, None, "")]:
         with pytest.raises(ValueError, match="leave out rank, step and run"):
             which(run, inner, rank, step, name)
+
+
+def test_of_several_steps_one_is_to_be_named_and_may_be_as_text(tmp_path: Path) -> None:
+    run = tree(tmp_path, {f"step_{step}/rank_0.ckpt": ONE for step in (5, 10)})
+    with pytest.raises(KeyError, match="2 steps; say step=…: step 5, step 10"):
+        taken(run, 0)
+    for step in (5, "5"):
+        with opened(run, None, 0, step, None, FORMATS, "MindSpore") as origin:
+            assert encode_path(origin.member.path) == "step_5/rank_0.ckpt"
+
+
+def test_a_file_that_is_not_there_is_named_as_text(tmp_path: Path) -> None:
+    run = tree(tmp_path, {"net.ckpt": ONE})
+    for file in ("nét.ckpt", "nét.ckpt".encode()):
+        with (
+            pytest.raises(KeyError, match=r"has no file 'n\\xe9t\.ckpt'"),
+            opened(run, file, None, None, None, FORMATS, "MindSpore"),
+        ):
+            pass
 
 
 def test_a_file_of_the_rank_goes_before_files_of_all_ranks(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """slimckpt.frameworks.torch against torch itself: the objects, and what happens to them."""
 
 import copy
+import dataclasses
 import os
+import pickle
 import re
 import shutil
 import subprocess
@@ -420,6 +422,32 @@ def test_objects_of_a_distributed_checkpoint_come_back_and_hostile_ones_do_not(
             no_dist=True,
         )
     assert not marker.exists()
+
+
+def test_metadata_that_do_not_say_what_they_should_are_an_error(tmp_path: Path) -> None:
+    state = {"w": torch.arange(700.0)}
+    dcp.save(state, checkpoint_id=tmp_path / "good")
+    with (tmp_path / "good" / ".metadata").open("rb") as file:
+        metadata = pickle.load(file)
+    (index, place), *_ = metadata.storage_data.items()
+    gone = dataclasses.replace(place, relative_path="../good/__0_0.distcp")
+    for name, stored, why in (
+        ("list", [1], "does not say what was saved"),
+        ("number", {index: 5}, "does not say what was saved"),
+        ("offset", {index: dataclasses.replace(place, offset="x")}, "does not say what was"),
+        ("none", {}, "lists 'w', but not where"),
+        ("outside", {index: gone}, "has no file '../good/__0_0.distcp'"),
+    ):
+        shutil.copytree(tmp_path / "good", tmp_path / name)
+        damaged = dataclasses.replace(metadata, storage_data=stored)
+        (tmp_path / name / ".metadata").write_bytes(pickle.dumps(damaged))
+        with pytest.raises((dcp.CheckpointException, AssertionError), match=why):
+            dcp.load(state, storage_reader=slim_torch.StorageReader(tmp_path / name))
+    loaded = {"w": torch.zeros(700)}
+    for directory in ("good", "./good/", b"good"):
+        reader = slim_torch.StorageReader(tmp_path, step=None, directory=directory)
+        dcp.load(loaded, storage_reader=reader)
+        assert torch.equal(loaded["w"], state["w"])
 
 
 def test_what_dcp_saved_as_safetensors_is_loaded_from_a_mount(tmp_path: Path) -> None:
