@@ -158,15 +158,19 @@ def tensors(
         view = checkpoint.files[wanted]
     else:
         view = step_of(checkpoint, step, run).rank(rank, **dict(coords or {}))  # type: ignore[arg-type]
-    return _Tensors(mindspore, view, Arrays(checkpoint._backend, True))
+    return _Tensors(mindspore, view)
 
 
 class _Tensors(Mapping[str, Any]):
-    """Tensors made when they are asked for, each once."""
+    """Tensors made when they are asked for, each once; pickled, they are made anew."""
 
-    def __init__(self, mindspore: Any, view: TensorView, arrays: Arrays) -> None:
-        self._mindspore, self._view, self._arrays = mindspore, view, arrays
+    def __init__(self, mindspore: Any, view: TensorView) -> None:
+        self._mindspore, self._view = mindspore, view
+        self._arrays = Arrays(view.arrays.backend, True)
         self._made: dict[str, Any] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tensors_of, (self._view,)
 
     def __getitem__(self, name: str) -> Any:
         if name not in self._made:
@@ -187,6 +191,10 @@ class _Tensors(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"<tensors of {self._view!r}>"
+
+
+def _tensors_of(view: TensorView) -> _Tensors:
+    return _Tensors(imported(), view)
 
 
 def imported() -> Any:

@@ -4,6 +4,7 @@ Truth is ``mindspore.load_checkpoint`` on the originals. Run by ``scripts/intero
 """
 
 import hashlib
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -453,6 +454,14 @@ def test_tensors_are_of_files_of_any_format(tmp_path: Path) -> None:
             load_checkpoint(root, file="model.safetensors")
         with pytest.raises(slimckpt.SlimckptError, match=r"arrays\.npz.*found npz"):
             load_checkpoint(root, file="arrays.npz")
+
+
+def test_tensors_travel_to_other_processes_by_path(tmp_path: Path) -> None:
+    (tmp_path / "net.ckpt").write_bytes(record("w", "Float32", [2], bytes(8)))
+    found = tensors(tmp_path, 0)
+    found["w"][0] = 1  # in this process
+    again = pickle.loads(pickle.dumps(found))
+    assert list(again) == ["w"] and again["w"].asnumpy().tolist() == [0, 0]
 
 
 def test_dropped_optimizer_state_is_named_or_left_out(run: tuple[Path, Path]) -> None:
