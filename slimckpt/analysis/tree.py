@@ -56,13 +56,16 @@ class Tree:
         return os.path.join(self.root, path) if path else self.root
 
 
-def walk(root: bytes) -> Tree:
+def walk(root: bytes, *, to_copy: bool = True) -> Tree:
     """Take stock of a tree.
 
     Parameters
     ----------
     root : bytes
         A directory, or a symbolic link to one.
+    to_copy : bool
+        Whether everything in it is to be copied. If not, devices, FIFOs and sockets are passed
+        over.
 
     Raises
     ------
@@ -103,6 +106,8 @@ def walk(root: bytes) -> Tree:
                 continue
             inodes[inode] = TreeFile(path, found.st_size, kept, (), in_store, found.st_nlink - 1)
             tree.files.append(inodes[inode])
+        elif not to_copy:
+            continue
         else:
             kind = stat.filemode(found.st_mode)[0]
             what = {"p": "a FIFO", "s": "a socket"}.get(kind, "a device")

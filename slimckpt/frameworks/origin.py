@@ -104,7 +104,8 @@ def which(
 
 
 def split(path: Path) -> tuple[bytes, bytes | None]:
-    """The root of a checkpoint, and the path of a file in it, if one was named."""
+    """The root of a checkpoint, and the path of a file in it, if one was named. An original file
+    may be named by a symbolic link to it."""
     name = os.path.abspath(os.fsencode(path))
     if is_store(name):
         return name, None
@@ -115,7 +116,7 @@ def split(path: Path) -> tuple[bytes, bytes | None]:
         root, first = os.path.split(root)
         rest = os.path.join(first, rest)
     if os.path.isfile(name):
-        return os.path.split(name)
+        return os.path.split(os.path.realpath(name) if os.path.islink(name) else name)
     return name, None
 
 

@@ -30,6 +30,8 @@ from slimckpt.views.selection import Place, numbers_of, pick, places_of
 from slimckpt.views.staging import Stage
 from slimckpt.views.whole import Wholes, WholeTensor
 
+_MOST_LINKS = 40
+"""As many as Linux follows."""
 Path = str | bytes | os.PathLike[Any]
 
 
@@ -519,7 +521,8 @@ class Step:
 
 
 class Files(Mapping[str, FileView]):
-    """Files by their path in the tree, in byte order; paths may also be bytes or ``PathLike``.
+    """Files by their path in the tree, in byte order; paths may also be bytes or ``PathLike``, and
+    lead through symbolic links of the tree that stay inside it.
 
     Looking one up reads no more of a slim checkpoint than it takes to find it; iterating reads
     all parts.
@@ -571,6 +574,13 @@ class Files(Mapping[str, FileView]):
             wanted = decode_path(name) if isinstance(name, str) else name
         except UnicodeEncodeError:
             return None
+        found = self._named(wanted)
+        if found is None:
+            pointed = _through_links(wanted, self._checkpoint._provider.links())
+            found = None if pointed is None else self._named(pointed)
+        return found
+
+    def _named(self, wanted: bytes) -> Member | None:
         role = role_of(wanted)
         likely = Group(role.run, role.step)
         for group in sorted(self._groups, key=lambda group: group != likely):
@@ -616,3 +626,19 @@ def _described(steps: Sequence[Step]) -> str:
     ]
     more = f", … ({len(steps)} in all)" if len(steps) > 32 else ""
     return ", ".join(shown) + more
+
+
+def _through_links(path: bytes, links: Mapping[bytes, bytes]) -> bytes | None:
+    """A path with the symbolic links in it followed, in the tree alone; ``None`` where there are
+    none, too many, or one that leads out."""
+    for followed in range(_MOST_LINKS):
+        names = path.split(b"/")
+        ways = (b"/".join(names[:count]) for count in range(1, len(names) + 1))
+        link = next((way for way in ways if way in links), None)
+        if link is None:
+            return path if followed else None
+        target = os.path.join(os.path.dirname(link), links[link])
+        path = os.path.normpath(target + path[len(link) :])
+        if path.startswith((b"/", b"../")):
+            return None
+    return None

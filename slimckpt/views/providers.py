@@ -188,6 +188,10 @@ class Provider(ABC):
     def listed(self, group: Group) -> dict[bytes, Member]:
         """What is listed with a group: its members, and other names of their bodies."""
 
+    @abstractmethod
+    def links(self) -> dict[bytes, bytes]:
+        """Where each symbolic link points to."""
+
     def members(self, group: Group) -> list[Member]:
         """The files of a group, in byte order of their paths."""
         return [member for member in self.listed(group).values() if member.group == group]
@@ -207,8 +211,9 @@ class DirectoryProvider(Provider):
 
     def __init__(self, path: bytes) -> None:
         self.path = os.path.abspath(path)
-        tree = walk(path)
+        tree = walk(path, to_copy=False)
         self._groups: dict[Group, dict[bytes, Member]] = {}
+        self._links = {link.path: link.target for link in tree.symlinks}
         found = []
         for file, body in zip(source_files(tree), tree.files, strict=True):
             holding = _SourceHolding(file, tree.absolute(file.path), body.in_store)
@@ -226,6 +231,9 @@ class DirectoryProvider(Provider):
 
     def listed(self, group: Group) -> dict[bytes, Member]:
         return self._groups[group]
+
+    def links(self) -> dict[bytes, bytes]:
+        return self._links
 
 
 class _SourceHolding(Holding):
@@ -301,6 +309,11 @@ class StoreProvider(Provider):
                     found += [Member(p, _linked(p, file.role), holding) for p in file.links]
             self._listed[group] = {member.path: member for member in _sorted(found)}
         return self._listed[group]
+
+    def links(self) -> dict[bytes, bytes]:
+        parts = map(self._store.part, range(len(self._store.root.parts)))
+        others = (other for part in parts for other in part.others)
+        return {other.path: other.target for other in others if other.target is not None}
 
 
 class _StoreHolding(Holding):

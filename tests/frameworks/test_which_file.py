@@ -35,6 +35,9 @@ def test_a_path_may_go_on_into_a_slim_checkpoint(tmp_path: Path) -> None:
     assert which(slim, inner, None, None, None) == (bytes(slim), inner)
     assert which(slim, None, 1, "1_1", "") == (bytes(slim), None)
     assert which(run / inner, None, None, None, None) == (bytes(run / "rank_1"), "net-1_1.ckpt")
+    (tmp_path / "last.ckpt").symlink_to(f"run/{inner}")
+    pointed = bytes(run / "rank_1"), "net-1_1.ckpt"
+    assert which(tmp_path / "last.ckpt", None, None, None, None) == pointed
     assert which(slim, f"./rank_0/../{inner}", None, None, None) == (bytes(slim), inner)
 
 

@@ -132,6 +132,32 @@ class ReadingTests:
 
         return opener
 
+    def test_files_are_found_through_links_that_stay_in_the_tree(
+        self, open: Open, tmp_path: Path
+    ) -> None:
+        ones = tensors(w=np.ones(400, np.float32))
+        root = write(tmp_path / "linked", {"step_5/m.safetensors": ones})
+        outside = write(tmp_path / "outside", {"m.safetensors": ones})
+        for name, target in (
+            ("last.safetensors", "step_5/../newest.safetensors"),
+            ("newest.safetensors", "step_5/m.safetensors"),
+            ("latest", "./step_5"),
+            ("around", "around"),
+            ("out", "../outside"),
+            ("far", str(outside)),
+            ("gone", "step_6"),
+        ):
+            (root / name).symlink_to(target)
+        ckpt = open(root)
+        for name in ("last.safetensors", "latest/m.safetensors", b"latest/m.safetensors"):
+            assert ckpt.files[name]["w"].sum() == 400 and name in ckpt.files
+            assert ckpt.files[name].path == "step_5/m.safetensors"
+        for name in ("around", "out/m.safetensors", "far/m.safetensors", "gone/m.safetensors"):
+            assert name not in ckpt.files
+            with pytest.raises(UnknownFileError, match=name):
+                ckpt.files[name]
+        assert list(ckpt.files) == ["step_5/m.safetensors"]
+
     # What the frameworks read is what is read here.
 
     @pytest.mark.parametrize("folder", SAMPLED)
@@ -793,6 +819,13 @@ class ReadingTests:
 
 
 class DirectoryTests(ReadingTests):
+    def test_what_is_no_file_at_all_does_not_stand_in_the_way(
+        self, open: Open, tmp_path: Path
+    ) -> None:
+        root = write(tmp_path / "run", {"m.safetensors": tensors(w=np.ones(4, np.float32))})
+        os.mkfifo(root / "pipe")
+        assert open(root).rank(0)["w"].sum() == 4
+
     """What only a directory of original files does."""
 
     of_store = False
