@@ -819,16 +819,16 @@ class ReadingTests:
 
 
 class DirectoryTests(ReadingTests):
+    """What only a directory of original files does."""
+
+    of_store = False
+
     def test_what_is_no_file_at_all_does_not_stand_in_the_way(
         self, open: Open, tmp_path: Path
     ) -> None:
         root = write(tmp_path / "run", {"m.safetensors": tensors(w=np.ones(4, np.float32))})
         os.mkfifo(root / "pipe")
         assert open(root).rank(0)["w"].sum() == 4
-
-    """What only a directory of original files does."""
-
-    of_store = False
 
     def test_only_files_that_are_asked_for_are_examined_and_once(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
