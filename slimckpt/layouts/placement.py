@@ -98,6 +98,10 @@ class Rules(ABC):
         """How a tensor lies, one placement for each mesh that holds it (a pipeline stage each);
         none where it is outside the layout."""
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """What of the rules is for none of these tensors, where rules are written by hand."""
+        return []
+
     def place(self, wholes: Mapping[str, Typed]) -> Layout:
         """The layout of tensors whose whole shapes are known.
 

@@ -30,7 +30,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import translate
 from typing import Any
 
@@ -61,6 +61,7 @@ class TomlRules(Rules):
     ) -> None:
         self.origin, self.axes = origin, axes
         self.n_ranks = math.prod(axes.values())
+        self._patterns = [[] if placed is None else list(patterns) for patterns, placed in rules]
         self._else = (Placement(tuple(axes.values())),)
         self._placements = [() if placed is None else (placed,) for _, placed in rules]
         self._exact: dict[str, int] = {}
@@ -73,13 +74,28 @@ class TomlRules(Rules):
                     self._exact.setdefault(pattern, number)
 
     def placements(self, name: str) -> tuple[Placement, ...]:
+        number = self._number(name)
+        return self._placements[number] if number < len(self._placements) else self._else
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Patterns of rules that count for none of these tensors, ``per_rank`` ones aside."""
+        used = {self._number(name) for name in names}
+        return [
+            pattern
+            for number, patterns in enumerate(self._patterns)
+            if number not in used
+            for pattern in patterns
+        ]
+
+    def _number(self, name: str) -> int:
+        """Which rule counts."""
         number = self._exact.get(name, len(self._placements))
         for other, pattern in self._globs:
             if other >= number:
                 break
             if pattern.match(name):
                 number = other
-        return self._placements[number] if number < len(self._placements) else self._else
+        return number
 
 
 def read_toml(data: bytes, label: str) -> TomlRules:

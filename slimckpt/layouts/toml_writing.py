@@ -21,7 +21,7 @@ import numpy as np
 
 from slimckpt.analysis.roles import role_of
 from slimckpt.errors import SlimckptError
-from slimckpt.layouts.layout import Holder, Layout, Shape, Shard, TensorLayout
+from slimckpt.layouts.layout import Box, Holder, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.placement import Placement
 from slimckpt.layouts.splits import RULES, How, Split
 from slimckpt.model import Ints, decode_path
@@ -109,6 +109,12 @@ class _Ranks:
             axes = _runs(shard)
             if axes is None:
                 return None
+            if self._by_files and self._rank(shard.holder) in runs:
+                continue
+            if self._by_files and axes:
+                axes = self._grid(tensor, self._rank(shard.holder))
+                if axes is None:
+                    return None
             if axes or not shard.shape:
                 runs[self._rank(shard.holder)] = axes
             else:
@@ -124,6 +130,18 @@ class _Ranks:
                 return None
             found.append(axis)
         return tuple(found)
+
+    def _grid(self, tensor: TensorLayout, rank: int) -> list[list[Run]] | None:
+        """What a file has of each axis, in all of its items; ``None`` where they are no grid."""
+        shards = [shard for shard in tensor.shards if self._rank(shard.holder) == rank]
+        boxes = {p.box for shard in shards for p in shard.pieces if 0 not in p.box.lengths}
+        axes: list[list[Run]] = []
+        for dim in range(len(tensor.shape)):
+            runs = {(box.offsets[dim], box.offsets[dim] + box.lengths[dim]) for box in boxes}
+            axes.append(sorted(runs))
+        if len(boxes) != math.prod(map(len, axes)):
+            return None
+        return [_joined(runs) for runs in axes]
 
     def _axis(self, dim: int, length: int, parts: dict[int, list[Run]]) -> _Axis | None:
         distinct = sorted({tuple(runs) for runs in parts.values() if runs})
@@ -180,9 +198,26 @@ class _Ranks:
             wanted = {(rank, shape, tuple(sorted(pieces))) for rank, shape, pieces in held}
             return wanted == {(s.holder, s.shape, tuple(sorted(s.pieces))) for s in shards}
         given = {(s.holder, piece.box) for s in shards for piece in s.pieces}
-        boxes = {(self._rank(s.holder), p.box) for s in tensor.shards for p in s.pieces}
-        boxes = {found for found in boxes if 0 not in found[1].lengths}
+        boxes = set()
+        for rank in {self._rank(shard.holder) for shard in tensor.shards}:
+            axes = self._grid(tensor, rank)
+            if axes is None:
+                return False
+            for runs in product(*axes):
+                lows = tuple(low for low, _ in runs)
+                lengths = tuple(high - low for low, high in runs)
+                boxes.add((rank, Box(lows, lengths)))
         return boxes <= given and {box for _, box in boxes} == {box for _, box in given}
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for low, high in runs:
+        if joined and joined[-1][1] == low:
+            joined[-1] = joined[-1][0], high
+        else:
+            joined.append((low, high))
+    return joined
 
 
 def _coordinates(path: str) -> tuple[int | str, ...]:
@@ -322,7 +357,8 @@ def _lines(
     everything = [name for group in placed.values() for name in group]
     for placement, group in placed.items():
         if placement is None:
-            yield "\n# No rule gives how these lie:\n"
+            yield "\n# No rule gives how these lie; write one of how they are wanted, or leave\n"
+            yield "# them out (reshard --skip):\n"
             yield from (f"#   {_quoted(name)}\n" for name in group)
             continue
         patterns = list(_patterns(group, everything))

@@ -233,7 +233,8 @@ class Checkpoint:
         if len(steps) == 1:
             return steps[0]
         raise UnknownStepError(
-            f"{self._label} has {len(steps)} steps{_in_run(run)}; say step(…).{call}(…):"
+            f"{self._label} has {len(steps)} steps{_in_run(run)}; say step(…).{call}(…), or"
+            f" --step and --run:"
             f" {_described(steps)}"
         )
 

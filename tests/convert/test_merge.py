@@ -271,6 +271,8 @@ def test_names_follow_rules_and_two_of_one_name_are_refused(tmp_path: Path) -> N
     result, found = merged(source, tmp_path / "out", rename=rules)
     assert set(found) == {"w.of.a", "w.of.b", "c"} and result.unused == ["x.*"]
     rules.write_text("[[rule]]\nmatch = '.\\.w'\nto = 'same'\n")
+    nameless = ranks(tmp_path / "nameless", [array("", [1])])
+    assert set(merged(nameless, tmp_path / "kept")[1]) == {""}
     with pytest.raises(UsageError, match=r"'a\.w' and 'b\.w' would both be named 'same'"):
         slimckpt.merge(source, tmp_path / "again", rename=rules)
 

@@ -181,6 +181,18 @@ def test_the_layout_that_is_printed_is_one_to_reshard_by(tmp_path: Path) -> None
             }
 
 
+def test_a_rule_that_matches_no_tensor_is_said(tmp_path: Path) -> None:
+    rules = tmp_path / "tp2.toml"
+    rules.write_text(
+        '[mesh]\ntp = 2\n[[rule]]\nmatch = ["*.wieght", "head.*"]\ndim = 0\naxis = "tp"\n'
+        '[[rule]]\nmatch = "rng.*"\nper_rank = true\n'
+        '[[rule]]\nmatch = "*.heade"\ndim = 0\naxis = "tp"\n'
+    )
+    done = command("reshard", DP8, tmp_path / "out", "--layout", rules, "--dry-run")
+    assert done.returncode == 0 and "tp2.toml matches no tensor: *.heade" in done.stderr
+    assert "rng" not in done.stderr and "wieght" not in done.stderr
+
+
 @pytest.mark.parametrize(
     "wanted", [[], ["--ranks", "2", "--strategy", TO_4], ["--only-ranks", "3-1", "--ranks", "2"]]
 )

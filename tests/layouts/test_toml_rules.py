@@ -257,11 +257,28 @@ def test_a_tensor_on_some_ranks_is_whole_by_a_rule_that_names_them(tmp_path: Pat
         ckpt.tensor("w", layout=wrong)
 
 
+def test_stacked_layers_saved_an_item_each_are_written_as_one_rule() -> None:
+    """Megatron's torch_dist has an item of each layer in the file of each rank."""
+    shards = tuple(
+        Shard(f"__{rank}_0.distcp", (1, 3), (Piece(Box((layer, 3 * rank), (1, 3)), (0, 0)),))
+        for layer in range(2)
+        for rank in range(2)
+    )
+    text = to_toml(Layout({"w": TensorLayout("F32", (2, 6), shards)}, (), ".metadata"))
+    assert "No rule" not in text
+    placed = read_toml(text.encode(), "written").place({"w": ("F32", (2, 6))}).tensors["w"]
+    assert [(s.holder, s.shape, s.pieces[0].box.offsets) for s in placed.shards] == [
+        (0, (2, 3), (0, 0)),
+        (1, (2, 3), (0, 3)),
+    ]
+
+
 def test_what_no_rule_gives_is_named_in_a_comment() -> None:
     box = (Piece(Box((0,), (4,)), 0, (0, 4)),)
     odd = TensorLayout("F32", (4,), (Shard(0, (4,), box),))
     text = to_toml(Layout({'w"\n': odd}, (0,), "x"))
-    assert '# No rule gives how these lie:\n#   "w\\"\\n"\n' in text
+    assert "# No rule gives how these lie" in text
+    assert '# them out (reshard --skip):\n#   "w\\"\\n"\n' in text
     assert read_toml(text.encode(), "written").placements("w") == ()
 
 
