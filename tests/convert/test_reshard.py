@@ -84,6 +84,8 @@ def test_only_some_of_the_new_ranks(tmp_path: Path) -> None:
         assert {name: a.tobytes() for name, a in ckpt.rank(3).items()} == {
             name: a.tobytes() for name, a in wanted.items()
         }
+    with pytest.raises(CheckFailedError, match=r"not there.*take one that has all"):
+        slimckpt.merge(tmp_path / "two", tmp_path / "merged")
     with pytest.raises(UsageError, match=r"has no ranks 4; there are 0-3"):
         reshard(DP8, tmp_path / "no", TO_4, only_ranks=[3, 4])
     assert not (tmp_path / "no").exists()
