@@ -29,6 +29,7 @@ from benchmarks import (
     node_memory_of_frameworks,
     pickles,
     reading,
+    resharding,
     torch_loading,
 )
 from benchmarks.machine import machine
@@ -54,6 +55,7 @@ MEASUREMENTS = {
     "torch": torch_loading.torch_loading,
     "frameworks": node_memory_of_frameworks.frameworks,
     "merge": merging.merge,
+    "reshard": resharding.reshard,
     "private": memory.private,
     "ranks": many_ranks.ranks,
     "pickles": pickles.pickles,

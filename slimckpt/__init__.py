@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from slimckpt.convert.extract import ExtractResult, extract
     from slimckpt.convert.merge import MergeResult, merge
     from slimckpt.convert.reshard import ReshardResult, reshard
+    from slimckpt.layouts.slicing import slice_by_tuple, slice_of
     from slimckpt.model import Tensor
     from slimckpt.rewrite.restore import RestoreResult, restore
     from slimckpt.rewrite.slim import SlimResult, slim
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 _HOMES = {
     "analyze": "slimckpt.analysis.analyze",
     "Report": "slimckpt.analysis.report",
+    "slice_by_tuple": "slimckpt.layouts.slicing",
+    "slice_of": "slimckpt.layouts.slicing",
     "Tensor": "slimckpt.model",
     "extract": "slimckpt.convert.extract",
     "ExtractResult": "slimckpt.convert.extract",
@@ -100,6 +103,8 @@ __all__ = [
     "open",
     "reshard",
     "restore",
+    "slice_by_tuple",
+    "slice_of",
     "slim",
     "verify",
 ]

@@ -27,26 +27,19 @@ MERGER = SCRIPTS / "benchmarks" / "mindspore_merger.py"
 MINDSPORE = SCRIPTS.parent / ".venvs" / "mindspore" / "bin" / "python"
 QUIET = {"OMP_NUM_THREADS": "1", "GLOG_v": "3"}
 ROWS, COLUMNS = r"(?:.*\.qkv\..*|.*\.mapping\..*|(?:.*\.)?head\.weight)", r".*\.projection\.weight"
-RULES = """
-[mesh]
-dp = 2
-mp = 4
-
-[[rule]]
-match = ["global_step", "learning_rate", "rng_seed"]
-per_rank = true
-
-[[rule]]
-match = ["*.qkv.*", "*.mapping.*", "head.weight", "*.head.weight"]
-dim = 0
-axis = "mp"
-
-[[rule]]
-match = "*.projection.weight"
-dim = 1
-axis = "mp"
-"""
 PSS = re.compile(r"^Pss:\s+(\d+) kB.*^Pss_Anon:\s+(\d+) kB", re.DOTALL | re.MULTILINE)
+ROWS_OF = ["*.qkv.*", "*.mapping.*", "head.weight", "*.head.weight"]
+COLUMNS_OF = ["*.projection.weight"]
+
+
+def rules(**mesh: int) -> str:
+    """The layout of what ``make_checkpoint`` makes, in TOML."""
+    parts = ["[mesh]", *(f"{name} = {size}" for name, size in mesh.items())]
+    own = ["global_step", "learning_rate", "rng_seed"]
+    parts += ["[[rule]]", f"match = {json.dumps(own)}", "per_rank = true"]
+    for dim, names in enumerate((ROWS_OF, COLUMNS_OF)):
+        parts += ["[[rule]]", f"match = {json.dumps(names)}", f"dim = {dim}", 'axis = "mp"']
+    return "\n".join(parts) + "\n"
 
 
 def merge(workshop: Workshop) -> Result:
@@ -57,14 +50,14 @@ def merge(workshop: Workshop) -> Result:
     result = Result(f"merge 8 ranks of {nbytes / RANKS / 1e6:.0f} MB")
     place = workshop.new("merge")
     place.mkdir()
-    rules = place / "layout.toml"
-    rules.write_text(RULES)
+    layout_of_it = place / "layout.toml"
+    layout_of_it.write_text(rules(dp=MATRIX[0], mp=MATRIX[1]))
     store = workshop.store(source)
     out = place / "out"
     found = {}
 
     def ours(path: Path) -> Figures:
-        command = [SLIMCKPT, "merge", "--quiet", "--layout", rules, path, out]
+        command = [SLIMCKPT, "merge", "--quiet", "--layout", layout_of_it, path, out]
         figures = _turn(command, path, out)
         figures["s call"] = figures["s"]
         found[OURS] = found.get(OURS) or _values(out)

@@ -18,7 +18,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 MEASUREMENTS = {
     *("slim", "nothing", "restore", "verify", "analyze", "exact"),
     *("read", "open", "copy", "cold", "mount", "node", "private", "ranks", "pickles"),
-    *("frameworks", "merge"),
+    *("torch", "frameworks", "merge", "reshard"),
 }
 WITHOUT_A_BAR = {"verify", "cold"} | ({"mount"} if no_fuse() else set())
 
