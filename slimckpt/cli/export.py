@@ -34,6 +34,12 @@ _SHOWN = 5
 @click.option("--only", type=click.Choice(["weights"]), help="Only what belongs to the model.")
 @category_option
 @click.option("--skip", multiple=True, metavar="GLOB", help="Leave out tensors of these names.")
+@click.option("--layout", metavar="FILE", help="Of dcp: how STORE lies, where it does not say.")
+@click.option(
+    "--allow-drift",
+    is_flag=True,
+    help="Of dcp: where ranks that should hold the same differ, take the lowest, and say so.",
+)
 @click.option("--dry-run", is_flag=True, help="Decide and measure; write nothing.")
 @jobs_option
 @json_option
@@ -48,6 +54,8 @@ def export_command(
     only: str | None,
     categories: list[tuple[str, str]],
     skip: tuple[str, ...],
+    layout: str | None,
+    allow_drift: bool,
     dry_run: bool,
     jobs: int | None,
     as_json: bool,
@@ -79,6 +87,8 @@ def export_command(
         only=only,
         categories=categories,
         skip=skip,
+        layout=layout,
+        allow_drift=allow_drift,
         jobs=jobs,
         dry_run=dry_run,
         progress=progress(quiet),

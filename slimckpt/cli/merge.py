@@ -34,6 +34,7 @@ _SHOWN = 5
     "--dtype", type=click.Choice(["bf16", "f16", "f32"]), help="Round floating tensors to this."
 )
 @click.option("--only", type=click.Choice(["weights"]), help="No optimizer state.")
+@click.option("--skip", multiple=True, metavar="GLOB", help="Leave out these whole tensors.")
 @click.option("--rename", metavar="FILE", help="Rules for names: [[rule]] with match and to.")
 @click.option(
     "--allow-drift",
@@ -53,6 +54,7 @@ def merge_command(
     max_shard_size: str,
     dtype: str | None,
     only: str | None,
+    skip: tuple[str, ...],
     rename: str | None,
     allow_drift: bool,
     dry_run: bool,
@@ -78,6 +80,7 @@ def merge_command(
         max_shard_size=max_shard_size,
         dtype=dtype,
         only=only,
+        skip=skip,
         rename=rename,
         allow_drift=allow_drift,
         jobs=jobs,

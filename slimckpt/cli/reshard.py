@@ -81,6 +81,8 @@ def reshard_command(
         dry_run=dry_run,
         progress=progress(quiet),
     )
+    for pattern in result.unused:
+        click.echo(f"slimckpt: a rule of {layout} matches no tensor: {pattern}", err=True)
     if as_json:
         emit_json(
             {
@@ -90,6 +92,7 @@ def reshard_command(
                 "tensor_nbytes": result.tensor_nbytes,
                 "store_nbytes": result.store_nbytes,
                 "carried": result.carried,
+                "unused": result.unused,
                 "dry_run": dry_run,
             }
         )

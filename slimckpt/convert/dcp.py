@@ -23,7 +23,7 @@ from slimckpt.convert.pickling import pickled
 from slimckpt.convert.rounding import in_dtype
 from slimckpt.convert.torch import DTYPES, SPELLED, put_archive, storages_of
 from slimckpt.convert.values import text_of
-from slimckpt.convert.wholes import chosen_of, outside_of
+from slimckpt.convert.wholes import SKIPPED, chosen_of, outside_of
 from slimckpt.convert.writing import Planned, require_room, write_all
 from slimckpt.dtypes import numpy_dtype
 from slimckpt.errors import UsageError
@@ -41,7 +41,6 @@ from slimckpt.rewrite.workplace import check_destination
 from slimckpt.views.checkpoint import Checkpoint, Step
 from slimckpt.views.whole import Wholes, WholeTensor
 
-_SKIPPED = "it is skipped"
 _INDEX, _PLACE = "metadata.MetadataIndex", "filesystem._StorageInfo"
 _VERSION = "1.0.0"
 """Of the metadata: ``CURRENT_DCP_VERSION``."""
@@ -197,7 +196,7 @@ def _held(
     found = {}
     for name, (whole_name, dtype) in chosen_of(wholes, only, left_out, categories).items():
         if any(fnmatchcase(name, glob) for glob in skip):
-            left_out.append(LeftOut(name, _SKIPPED))
+            left_out.append(LeftOut(name, SKIPPED))
             continue
         whole = wholes[whole_name]
         whole.require()
@@ -224,7 +223,7 @@ def _carry(
     for one in outside:
         having = [v for v in views if one.name in v or one.name in v.opaque]
         if any(fnmatchcase(one.name, glob) for glob in skip):
-            contents.left_out.append(LeftOut(one.name, _SKIPPED))
+            contents.left_out.append(LeftOut(one.name, SKIPPED))
         elif not having:
             contents.left_out.append(one)
         else:

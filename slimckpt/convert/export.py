@@ -18,6 +18,7 @@ from slimckpt.convert.writing import Planned, require_room, write_all
 from slimckpt.dtypes import OPAQUE
 from slimckpt.errors import SlimckptError, UnknownRankError, UsageError
 from slimckpt.formats.dcp_metadata import METADATA
+from slimckpt.layouts.recorded import LayoutLike
 from slimckpt.layouts.stored import NAME
 from slimckpt.model import StepLabel, compact_ranks, decode_path, encode_path, show_path
 from slimckpt.progress import SILENT, Progress
@@ -118,6 +119,8 @@ def export(
     only: str | None = None,
     categories: Sequence[tuple[str, str]] = (),
     skip: Sequence[str] = (),
+    layout: LayoutLike | None = None,
+    allow_drift: bool = False,
     jobs: int | None = None,
     dry_run: bool = False,
     progress: Progress = SILENT,
@@ -150,6 +153,9 @@ def export(
         Pairs of a category and a glob of names, that decide for ``only``.
     skip
         Globs of names that are left out.
+    layout, allow_drift
+        Of ``dcp``: how the source lies, where it records none; and where ranks that should hold the
+        same differ, take the lowest.
 
     Returns
     -------
@@ -175,6 +181,11 @@ def export(
         raise UsageError(f"there is no format {format!r}; there are {there}")
     if only not in (None, "weights"):
         raise UsageError(f"only={only!r} means nothing; only='weights' does")
+    if format != OF_ALL_RANKS and (layout is not None or allow_drift):
+        raise UsageError(
+            f"{format} has for each rank what it has, by no layout; --layout and --allow-drift"
+            f" (layout=…, allow_drift=True) are of --format {OF_ALL_RANKS}"
+        )
     if format == OF_ALL_RANKS:
         if ranks is not None:
             raise UsageError(f"{format} is of all ranks together; leave out which (--rank)")
@@ -187,6 +198,8 @@ def export(
                 only=only,
                 categories=categories,
                 skip=skip,
+                layout=layout,
+                allow_drift=allow_drift,
                 jobs=jobs,
                 dry_run=dry_run,
                 progress=progress,

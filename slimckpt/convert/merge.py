@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from slimckpt.convert import safetensors
 from slimckpt.convert.entries import Contents, LeftOut, WholeEntry
 from slimckpt.convert.renaming import NONE, Renaming, read_renaming
 from slimckpt.convert.rounding import DTYPES, RoundedEntry, in_dtype
-from slimckpt.convert.wholes import chosen_of, outside_of
+from slimckpt.convert.wholes import SKIPPED, chosen_of, outside_of
 from slimckpt.convert.writing import Planned, require_room, write_all
 from slimckpt.errors import UsageError
 from slimckpt.layouts.recorded import LayoutLike
@@ -69,6 +70,7 @@ def merge(
     max_shard_size: int | str = MAX_SHARD,
     dtype: str | None = None,
     only: str | None = None,
+    skip: Sequence[str] = (),
     rename: str | os.PathLike[str] | Renaming | None = None,
     allow_drift: bool = False,
     jobs: int | None = None,
@@ -94,6 +96,8 @@ def merge(
     only
         ``"weights"``: no optimizer state. Where the record says which tensors are weights they get
         the names of the model's parameters (of DeepSpeed what ``zero_to_fp32`` gives).
+    skip
+        Globs of names of whole tensors that are left out.
     rename
         Rules for names, or the path of a file with them: see :mod:`slimckpt.convert.renaming`.
     allow_drift
@@ -121,7 +125,7 @@ def merge(
         chosen = checkpoint.only_step(run, "whole_tensors", step)
         wholes = chosen.whole_tensors(layout, allow_drift)
         wanted = None if dtype is None else DTYPES[dtype]
-        contents, tied, unused = _merged(chosen, wholes, only, rename, wanted)
+        contents, tied, unused = _merged(chosen, wholes, only, skip, rename, wanted)
         if not contents.entries:
             raise UsageError("there is no tensor to be written; `slimckpt ls` shows what there is")
         _require_dtypes(contents)
@@ -150,7 +154,10 @@ def merge(
 def _require_dtypes(contents: Contents) -> None:
     for entry in contents.entries:
         if entry.dtype not in safetensors.DTYPES:
-            raise UsageError(f"tensor {entry.name!a} is {entry.dtype}, which safetensors has not")
+            raise UsageError(
+                f"tensor {entry.name!a} is {entry.dtype}, which safetensors has not; leave it out"
+                " (skip=[…], --skip)"
+            )
 
 
 def shard_size(text: int | str) -> int:
@@ -172,7 +179,12 @@ def shard_size(text: int | str) -> int:
 
 
 def _merged(
-    step: Step, wholes: Wholes, only: str | None, rename: Renaming, dtype: str | None
+    step: Step,
+    wholes: Wholes,
+    only: str | None,
+    skip: Sequence[str],
+    rename: Renaming,
+    dtype: str | None,
 ) -> tuple[Contents, dict[str, str], list[str]]:
     """What is written; names that are tied to others; rules that match nothing.
 
@@ -181,6 +193,9 @@ def _merged(
     contents = Contents()
     tied: dict[str, str] = {}
     chosen = chosen_of(wholes, only, contents.left_out)
+    for name in [name for name in chosen if any(fnmatchcase(name, glob) for glob in skip)]:
+        del chosen[name]
+        contents.left_out.append(LeftOut(name, SKIPPED))
     names, unused = rename.names(chosen)
     first: dict[Hashable, str] = {}
     for old, (whole_name, wanted) in chosen.items():

@@ -45,7 +45,7 @@ class Renaming:
         for name in names:
             new, number = self.name(name)
             used.add(number)
-            if not new:
+            if not new and number is not None:
                 raise UsageError(f"{self.origin}: {name!a} would have no name left")
             if new in taken:
                 raise UsageError(

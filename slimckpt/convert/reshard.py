@@ -25,7 +25,8 @@ class ReshardResult:
     """What was written, or with ``dry_run`` would be. Sizes in bytes.
 
     ``tensor_nbytes`` counts every copy, ``store_nbytes`` the distinct ones. ``carried`` are tensors
-    outside the layouts, which came as they were; ``opaque`` entries that are not arrays.
+    outside the layouts, which came as they were, arrays or not; ``unused`` are patterns of rules
+    for the new layout that match no tensor.
     """
 
     ranks: tuple[int, ...]
@@ -34,6 +35,7 @@ class ReshardResult:
     store_nbytes: int
     dry_run: bool
     carried: list[str] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
 
 
 def reshard(
@@ -116,6 +118,7 @@ def reshard(
         written.store_nbytes,
         dry_run,
         list(carried),
+        resharded.unused,
     )
 
 

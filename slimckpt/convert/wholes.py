@@ -16,7 +16,7 @@ from slimckpt.model import RAW, Tensor
 from slimckpt.views.checkpoint import Step
 from slimckpt.views.whole import Wholes
 
-NO_WEIGHT = "it is no weight"
+NO_WEIGHT, SKIPPED = "it is no weight", "it is skipped"
 
 
 def chosen_of(

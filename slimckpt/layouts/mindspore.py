@@ -46,7 +46,7 @@ class StrategyRules(Rules):
                 if stages.setdefault(stage, parameters) != parameters:
                     raise UsageError(
                         f"{origin}: two different strategies are of pipeline stage {stage}; say"
-                        " which is meant (layout=…)"
+                        " which is meant (layout=…; --layout FILE, of reshard --source-layout FILE)"
                     )
         sizes = {
             math.prod(layout.dev_matrix[0])

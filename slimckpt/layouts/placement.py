@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,16 +30,22 @@ class Placement:
         The global rank of the first of the mesh (of a pipeline stage).
     only
         Only on ranks with this coordinate on that axis: ``(axis, coordinate)``.
+    among
+        Only on these ranks, counted from ``first``; ``None``: on all.
     """
 
     mesh: tuple[int, ...]
     splits: tuple[Split, ...] = ()
     first: int = 0
     only: tuple[tuple[int, int], ...] = ()
+    among: tuple[int, ...] | None = None
 
     def ranks(self) -> Iterable[tuple[int, tuple[Places, ...]]]:
         """The ranks that hold the tensor, and which part of each split they have."""
+        among = None if self.among is None else frozenset(self.among)
         for number, coords in enumerate(product(*map(range, self.mesh))):
+            if among is not None and number not in among:
+                continue
             if all(coords[axis] == at for axis, at in self.only):
                 places = tuple(split.places(self.mesh, coords) for split in self.splits)
                 yield self.first + number, places
@@ -92,6 +97,10 @@ class Rules(ABC):
     def placements(self, name: str) -> tuple[Placement, ...]:
         """How a tensor lies, one placement for each mesh that holds it (a pipeline stage each);
         none where it is outside the layout."""
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """What of the rules is for none of these tensors, where rules are written by hand."""
+        return []
 
     def place(self, wholes: Mapping[str, Typed]) -> Layout:
         """The layout of tensors whose whole shapes are known.
@@ -184,18 +193,19 @@ class Inference:
                 )
             mine = [n for n, split in enumerate(placement.splits) if split.dim == dim]
             lengths: dict[tuple[Places, ...], tuple[int, int]] = {}
+            wanted = set()
             for rank, places in placement.ranks():
+                part = tuple(places[n] for n in mine)
+                wanted.add(part)
                 if rank in held:
                     length = held[rank][1][dim]
-                    part = tuple(places[n] for n in mine)
                     other, known = lengths.setdefault(part, (rank, length))
                     if known != length:
                         raise self._differ(name, other, rank, held)
-            parts = math.prod(placement.splits[n].count(placement.mesh) for n in mine)
-            if len(lengths) != parts:
+            if len(lengths) != len(wanted):
                 raise CheckFailedError(
-                    f"tensor {name!a}: by {self._rules.origin} its axis {dim} is in {parts} parts,"
-                    f" of which {_ranks(held)}, all that have it, hold {len(lengths)}"
+                    f"tensor {name!a}: by {self._rules.origin} its axis {dim} is in {len(wanted)}"
+                    f" parts, of which {_ranks(held)}, all that have it, hold {len(lengths)}"
                 )
             shape[dim] = sum(length for _, length in lengths.values())
         return tuple(shape)

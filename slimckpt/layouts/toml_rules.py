@@ -20,15 +20,17 @@
     match = "rng.*"
     per_rank = true       # outside the layout: of each rank its own
 
-A rule without ``dim`` replicates. ``only = {pp = 0}`` keeps tensors to ranks with that coordinate;
+A rule without ``dim`` replicates. ``only = {pp = 0}`` keeps tensors to ranks with that coordinate,
+``ranks = [0, 3]`` to those ranks (an embedding on the first and the last stage);
 ``parts = 2`` has the ranks of the axes take so many parts in turn.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fnmatch import translate
 from typing import Any
 
@@ -37,7 +39,8 @@ from slimckpt.layouts.placement import Placement, Rules
 from slimckpt.layouts.splits import RULES, How, Split
 
 _OF_SPLIT = ("dim", "axis", "split", "sections", "groups", "parts")
-_OF_RULE = ("match", "then", "only", "per_rank", *_OF_SPLIT)
+_OF_RULE = ("match", "then", "only", "ranks", "per_rank", *_OF_SPLIT)
+_MOST_RANKS = 2**20
 _MAGIC = re.compile(r"[*?\[]")
 
 
@@ -57,9 +60,8 @@ class TomlRules(Rules):
         origin: str,
     ) -> None:
         self.origin, self.axes = origin, axes
-        self.n_ranks = 1
-        for size in axes.values():
-            self.n_ranks *= size
+        self.n_ranks = math.prod(axes.values())
+        self._patterns = [[] if placed is None else list(patterns) for patterns, placed in rules]
         self._else = (Placement(tuple(axes.values())),)
         self._placements = [() if placed is None else (placed,) for _, placed in rules]
         self._exact: dict[str, int] = {}
@@ -72,13 +74,28 @@ class TomlRules(Rules):
                     self._exact.setdefault(pattern, number)
 
     def placements(self, name: str) -> tuple[Placement, ...]:
+        number = self._number(name)
+        return self._placements[number] if number < len(self._placements) else self._else
+
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Patterns of rules that count for none of these tensors, ``per_rank`` ones aside."""
+        used = {self._number(name) for name in names}
+        return [
+            pattern
+            for number, patterns in enumerate(self._patterns)
+            if number not in used
+            for pattern in patterns
+        ]
+
+    def _number(self, name: str) -> int:
+        """Which rule counts."""
         number = self._exact.get(name, len(self._placements))
         for other, pattern in self._globs:
             if other >= number:
                 break
             if pattern.match(name):
                 number = other
-        return self._placements[number] if number < len(self._placements) else self._else
+        return number
 
 
 def read_toml(data: bytes, label: str) -> TomlRules:
@@ -102,6 +119,8 @@ def read_toml(data: bytes, label: str) -> TomlRules:
         axes = root.get("mesh")
         if not isinstance(axes, dict) or not axes or not all(map(_is_count, axes.values())):
             raise UsageError("expected [mesh] with the size of each axis, such as dp = 2")
+        if math.prod(axes.values()) > _MOST_RANKS:
+            raise UsageError(f"the mesh has more than {_MOST_RANKS:,} ranks")
         rules = root.get("rule", [])
         if not isinstance(rules, list):
             raise UsageError("expected rules as [[rule]]")
@@ -138,13 +157,24 @@ def _rule(rule: Any, number: int, axes: dict[str, int]) -> tuple[list[str], Plac
     if len(set(used)) != len(used):
         raise UsageError(f"{what}: an axis of the mesh can split a tensor only once")
     only = []
-    for name, at in rule.get("only", {}).items():
+    wanted = rule.get("only", {})
+    if not isinstance(wanted, dict):
+        raise UsageError(f"{what}: only = {wanted!r}: expected a place in the mesh, as {{pp = 0}}")
+    for name, at in wanted.items():
         if name not in axes or type(at) is not int or not 0 <= at < axes[name]:
             raise UsageError(f"{what}: only = {{{name} = {at}}} is no place in the mesh {axes}")
         if names.index(name) in used:
             raise UsageError(f"{what}: it is split over {name}, so not only on {name} = {at}")
         only.append((names.index(name), at))
-    return patterns, Placement(tuple(axes.values()), tuple(splits), only=tuple(only))
+    mesh, among = tuple(axes.values()), rule.get("ranks")
+    if among is not None:
+        count = math.prod(mesh)
+        if not isinstance(among, list) or not among or not all(map(_is_rank(count), among)):
+            raise UsageError(f"{what}: ranks = {among!r}: expected a list of ranks below {count}")
+        if only:
+            raise UsageError(f"{what}: expected only or ranks, not both")
+        among = tuple(sorted(set(among)))
+    return patterns, Placement(mesh, tuple(splits), only=tuple(only), among=among)
 
 
 def _split(entry: dict[str, Any], names: list[str], mesh: list[int], what: str) -> Split:
@@ -184,6 +214,10 @@ def _known(table: Any, keys: Sequence[str], what: str) -> None:
     for key in table:
         if key not in keys:
             raise UsageError(f"{what}: there is no key {key!r}; there are {', '.join(keys)}")
+
+
+def _is_rank(count: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and 0 <= value < count
 
 
 def _is_count(value: Any) -> bool:

@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import translate
 from itertools import pairwise, permutations, product
 from typing import NamedTuple
@@ -20,24 +21,27 @@ import numpy as np
 
 from slimckpt.analysis.roles import role_of
 from slimckpt.errors import SlimckptError
-from slimckpt.layouts.layout import Holder, Layout, Shape, Shard, TensorLayout
+from slimckpt.layouts.layout import Box, Holder, Layout, Shape, Shard, TensorLayout
 from slimckpt.layouts.placement import Placement
 from slimckpt.layouts.splits import RULES, How, Split
 from slimckpt.model import Ints, decode_path
 
+_UNKNOWN, _NOTHING = -1, -2
+"""Of a rank of which it is not known which part it has, and of one that has none."""
 Digit = tuple[int, int]
 """``rank // stride % size``, as stride and size."""
 Run = tuple[int, int]
 
 
 class _Axis(NamedTuple):
-    """How one axis of a tensor is split: digits of the rank, the most significant first."""
+    """How one axis of a tensor is split: digits of the rank, the most significant first; the sizes
+    of parts, of each section where there are some; numbers of groups that there may be."""
 
     dim: int
     digits: tuple[Digit, ...]
     sizes: tuple[int, ...]
     sections: tuple[int, ...]
-    groups: int
+    groups: tuple[int, ...]
 
 
 def to_toml(layout: Layout) -> str:
@@ -100,15 +104,25 @@ class _Ranks:
     def axes_of(self, tensor: TensorLayout) -> tuple[_Axis, ...] | None:
         """How each axis is split; ``None`` where it is not known."""
         runs: dict[int, list[list[Run]]] = {}
+        empty: dict[int, Shape] = {}
         for shard in tensor.shards:
             axes = _runs(shard)
             if axes is None:
                 return None
+            if self._by_files and self._rank(shard.holder) in runs:
+                continue
+            if self._by_files and axes:
+                axes = self._grid(tensor, self._rank(shard.holder))
+                if axes is None:
+                    return None
             if axes or not shard.shape:
                 runs[self._rank(shard.holder)] = axes
+            else:
+                empty[self._rank(shard.holder)] = shard.shape
         found = []
         for dim, length in enumerate(tensor.shape):
             parts = {rank: axes[dim] for rank, axes in runs.items()}
+            parts |= {rank: [] for rank, shape in empty.items() if length and not shape[dim]}
             if set(map(tuple, parts.values())) <= {((0, length),)}:
                 continue
             axis = self._axis(dim, length, parts)
@@ -117,18 +131,31 @@ class _Ranks:
             found.append(axis)
         return tuple(found)
 
-    def _axis(self, dim: int, length: int, parts: dict[int, list[Run]]) -> _Axis | None:
-        distinct = sorted(set(map(tuple, parts.values())))
-        index = np.full(self.count, -1, np.int64)
-        for rank, runs in parts.items():
-            index[rank] = distinct.index(tuple(runs))
-        digits = _digits(index, len(distinct), self.count)
-        if digits is None:
+    def _grid(self, tensor: TensorLayout, rank: int) -> list[list[Run]] | None:
+        """What a file has of each axis, in all of its items; ``None`` where they are no grid."""
+        shards = [shard for shard in tensor.shards if self._rank(shard.holder) == rank]
+        boxes = {p.box for shard in shards for p in shard.pieces if 0 not in p.box.lengths}
+        axes: list[list[Run]] = []
+        for dim in range(len(tensor.shape)):
+            runs = {(box.offsets[dim], box.offsets[dim] + box.lengths[dim]) for box in boxes}
+            axes.append(sorted(runs))
+        if len(boxes) != math.prod(map(len, axes)):
             return None
+        return [_joined(runs) for runs in axes]
+
+    def _axis(self, dim: int, length: int, parts: dict[int, list[Run]]) -> _Axis | None:
+        distinct = sorted({tuple(runs) for runs in parts.values() if runs})
+        index = np.full(self.count, _UNKNOWN, np.int64)
+        for rank, runs in parts.items():
+            index[rank] = distinct.index(tuple(runs)) if runs else _NOTHING
+        found = _digits(index, len(distinct), self.count)
+        if found is None:
+            return None
+        digits, order = found
         sections, groups = _fused(length, distinct)
-        sizes = [sum(high - low for low, high in runs) for runs in distinct]
-        missing = math.prod(size for _, size in digits) - len(sizes)
-        return _Axis(dim, digits, (*sizes, *[0] * missing), sections, groups)
+        each = [sum(high - low for low, high in runs) for runs in distinct]
+        sizes = [each[part] // max(len(sections), 1) if part >= 0 else 0 for part in order]
+        return _Axis(dim, digits, tuple(sizes), sections, groups)
 
     def placement(
         self, tensor: TensorLayout, axes: Sequence[_Axis] | None, strides: Sequence[int]
@@ -136,16 +163,20 @@ class _Ranks:
         """The placement that gives a tensor's shards; ``None`` where there is none."""
         if axes is None:
             return None
-        mesh = tuple(high // low for high, low in pairwise(strides))
-        only = self._only(tensor, strides) if not self._by_files else ()
-        rules: list[How] = ["even", *(rule for rule in RULES if rule != "even")]
-        for hows in product(rules, repeat=len(axes)):
-            splits = [_as_split(axis, how, strides) for axis, how in zip(axes, hows, strict=True)]
-            if self._gives(Placement(mesh, tuple(splits), only=only), tensor):
-                return Placement(mesh, tuple(splits), only=only)
-        splits = [_as_split(axis, axis.sizes, strides) for axis in axes]
-        explicit = Placement(mesh, tuple(splits), only=only)
-        return explicit if self._gives(explicit, tensor) else None
+        mesh = tuple(high // low for high, low in pairwise(strides)) or (1,)
+        held = [Placement(mesh)]
+        if not self._by_files:
+            ranks = tuple(sorted({self._rank(shard.holder) for shard in tensor.shards}))
+            held = [Placement(mesh, only=self._only(tensor, strides)), Placement(mesh, among=ranks)]
+        for where in held:
+            alone = {axis for axis, _ in where.only}
+            for splits in _splits(axes, strides):
+                placement = replace(where, splits=splits)
+                if alone & {axis for split in splits for axis in split.axes}:
+                    break
+                if self._gives(placement, tensor):
+                    return placement
+        return None
 
     def _only(self, tensor: TensorLayout, strides: Sequence[int]) -> tuple[tuple[int, int], ...]:
         """Coordinates that all ranks with the tensor share and others have not."""
@@ -167,9 +198,26 @@ class _Ranks:
             wanted = {(rank, shape, tuple(sorted(pieces))) for rank, shape, pieces in held}
             return wanted == {(s.holder, s.shape, tuple(sorted(s.pieces))) for s in shards}
         given = {(s.holder, piece.box) for s in shards for piece in s.pieces}
-        boxes = {(self._rank(s.holder), p.box) for s in tensor.shards for p in s.pieces}
-        boxes = {found for found in boxes if 0 not in found[1].lengths}
+        boxes = set()
+        for rank in {self._rank(shard.holder) for shard in tensor.shards}:
+            axes = self._grid(tensor, rank)
+            if axes is None:
+                return False
+            for runs in product(*axes):
+                lows = tuple(low for low, _ in runs)
+                lengths = tuple(high - low for low, high in runs)
+                boxes.add((rank, Box(lows, lengths)))
         return boxes <= given and {box for _, box in boxes} == {box for _, box in given}
+
+
+def _joined(runs: Sequence[Run]) -> list[Run]:
+    joined: list[Run] = []
+    for low, high in runs:
+        if joined and joined[-1][1] == low:
+            joined[-1] = joined[-1][0], high
+        else:
+            joined.append((low, high))
+    return joined
 
 
 def _coordinates(path: str) -> tuple[int | str, ...]:
@@ -197,46 +245,68 @@ def _runs(shard: Shard) -> list[list[Run]] | None:
     return [[run for _, run in sorted(runs.items())] for runs in axes] if count else []
 
 
-def _digits(index: Ints, count: int, ranks: int) -> tuple[Digit, ...] | None:
-    """Digits of the rank that make up an index of ``count`` parts; -1 in it is not known."""
-    known = np.flatnonzero(index >= 0)
-    wanted, numbers = index[known], np.arange(ranks)[known]
-    empty = len(known) < ranks
+def _digits(index: Ints, count: int, ranks: int) -> tuple[tuple[Digit, ...], list[int]] | None:
+    """Digits of the rank that number the parts of an axis, and for each number which of ``count``
+    parts it is, -1 for none. ``index`` is the part that each rank has."""
+    full, empty = np.flatnonzero(index >= 0), np.flatnonzero(index == _NOTHING)
+    everything = len(full) == ranks
+    if count == 1 and not len(empty):
+        return (), [0]
     single = [
         (stride, size)
         for stride in _divisors(ranks)
         for size in _divisors(ranks // stride)
         if size > 1
     ]
-    for depth in (1, 2, 3) if len(single) < 40 else (1, 2):
-        for digits in permutations(single, depth):
-            size = math.prod(size for _, size in digits)
-            if size != count and not (empty and size > count):
-                continue
-            found = np.zeros(len(known), np.int64)
-            for stride, radix in digits:
-                found = found * radix + numbers // stride % radix
-            if (found == wanted).all():
-                return digits
-    return None
+    depths = (1, 2, 3) if len(single) < 40 else (1, 2)
+    chosen = [digits for depth in depths for digits in permutations(single, depth)]
+    gapped = None
+    for digits in sorted(chosen, key=lambda digits: math.prod(size for _, size in digits)):
+        size = math.prod(size for _, size in digits)
+        if size < count or size > ranks or (everything and size != count):
+            continue
+        if any(high % (low * size) for (low, size), (high, _) in pairwise(sorted(digits))):
+            continue  # they share digits
+        order = np.full(size, -1, np.int64)
+        order[_number(full, digits)] = index[full]
+        if (
+            (order[_number(full, digits)] == index[full]).all()
+            and (order[_number(empty, digits)] < 0).all()
+            and order[order >= 0].tolist() == list(range(count))
+        ):
+            if (order[:count] >= 0).all():
+                return digits, order.tolist()
+            gapped = gapped or (digits, order.tolist())
+    return gapped
+
+
+def _number(ranks: Ints, digits: Sequence[Digit]) -> Ints:
+    found = np.zeros(len(ranks), np.int64)
+    for stride, radix in digits:
+        found = found * radix + ranks // stride % radix
+    return found
 
 
 def _divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def _fused(length: int, parts: Sequence[tuple[Run, ...]]) -> tuple[tuple[int, ...], int]:
-    """Sections and groups that parts of several runs tell of."""
+def _fused(
+    length: int, parts: Sequence[tuple[Run, ...]]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Sections that parts of several runs tell of, and how many groups there may be of them."""
     first = parts[0]
     count = next((n for n, (a, b) in enumerate(pairwise(first), 1) if b < a), len(first))
     if len(first) == 1 or len(first) % count:
-        return (), 1
+        return (), (1,)
     starts = [low for low, _ in first[:count]]
     sections = [high - low for low, high in pairwise([*starts, length])]
     unit = math.gcd(*sections)
-    rows = len(first) // count
-    groups = len(parts) * rows if rows > 1 else 1
-    return tuple(size // unit for size in sections), groups
+    groups = sum(len(runs) // count for runs in parts)
+    return tuple(size // unit for size in sections), (groups,) if len(first) > count else (
+        1,
+        groups,
+    )
 
 
 def _strides(ranks: int, axes: Sequence[_Axis]) -> list[int]:
@@ -251,12 +321,24 @@ def _strides(ranks: int, axes: Sequence[_Axis]) -> list[int]:
     return sorted(cuts, reverse=True)
 
 
-def _as_split(axis: _Axis, how: How, strides: Sequence[int]) -> Split:
+def _splits(axes: Sequence[_Axis], strides: Sequence[int]) -> Iterator[tuple[Split, ...]]:
+    """What may give some axes, the simplest first."""
+    rules: list[How] = ["even", *(rule for rule in RULES if rule != "even")]
+    hows = [[*rules, axis.sizes] for axis in axes]
+    for groups in product(*(axis.groups for axis in axes)):
+        for how in product(*hows):
+            every = zip(axes, how, groups, strict=True)
+            yield tuple(_as_split(axis, rule, number, strides) for axis, rule, number in every)
+
+
+def _as_split(axis: _Axis, how: How, groups: int, strides: Sequence[int]) -> Split:
     axes: list[int] = []
     for stride, size in axis.digits:
         within = [n for n, low in enumerate(strides[1:]) if stride <= low < stride * size]
         axes += within
-    return Split(axis.dim, tuple(axes), how, axis.sections, axis.groups)
+    if not axes:  # all have the same: whole, but in an order of its own
+        return Split(axis.dim, (0,), how, axis.sections, groups, parts=1)
+    return Split(axis.dim, tuple(axes), how, axis.sections, groups)
 
 
 def _lines(
@@ -275,7 +357,8 @@ def _lines(
     everything = [name for group in placed.values() for name in group]
     for placement, group in placed.items():
         if placement is None:
-            yield "\n# No rule gives how these lie:\n"
+            yield "\n# No rule gives how these lie; write one of how they are wanted, or leave\n"
+            yield "# them out (reshard --skip):\n"
             yield from (f"#   {_quoted(name)}\n" for name in group)
             continue
         patterns = list(_patterns(group, everything))
@@ -285,6 +368,8 @@ def _lines(
         if placement.only:
             only = ", ".join(f"{names[axis]} = {at}" for axis, at in placement.only)
             yield f"only = {{{only}}}\n"
+        if placement.among is not None:
+            yield f"ranks = {list(placement.among)}\n"
         for number, split in enumerate(placement.splits):
             if number:
                 yield "[[rule.then]]\n"
@@ -306,6 +391,8 @@ def _split_lines(split: Split, names: Sequence[str]) -> Iterator[str]:
         yield f"sections = {list(split.sections)}\n"
     if split.groups > 1:
         yield f"groups = {split.groups}\n"
+    if split.parts:
+        yield f"parts = {split.parts}\n"
 
 
 def _patterns(group: Sequence[str], everything: Sequence[str]) -> Iterator[str]:

@@ -72,7 +72,8 @@ def bind(
         raise NoLayoutError(
             f"{what} records no layout that describes whole tensors (metadata of"
             " torch.distributed.checkpoint or Paddle, states of DeepSpeed, arguments of Megatron,"
-            f" strategy files of MindSpore){why}; give one (layout=…, in TOML or a strategy file)"
+            f" strategy files of MindSpore){why}; give one, in TOML or a strategy"
+            " file (layout=…; --layout FILE, of reshard --source-layout FILE)"
         )
     if isinstance(found, Rules):
         return bind_rules(found, step.ranks, step.coords, step.rank, what)

@@ -236,7 +236,7 @@ class Checkpoint:
         steps = self._steps(run)
         if len(steps) == 1:
             return steps[0]
-        way = "step=…" if call is None else f"step(…).{call}(…)"
+        way = "step=…" if call is None else f"step(…).{call}(…), or --step and --run"
         raise UnknownStepError(
             f"{self._label} has {len(steps)} steps{_in_run(run)}; say {way}: {_described(steps)}"
         )

@@ -141,7 +141,8 @@ class Locals:
             member, row = (view.by_path if by_path else view)._find(local)
         except (UnknownFileError, UnknownRankError, UnknownTensorError) as error:
             raise CheckFailedError(
-                f"{_which(name, shard)} is not there, where {self.origin} says: {error}"
+                f"{_which(name, shard)} is not there, where {self.origin} says: {error}; a"
+                " checkpoint of some of the ranks is not whole, take one that has all"
             ) from None
         return member.holding, row
 

@@ -43,6 +43,8 @@ class Resharded(Mapping[int, "ReshardedRank"]):
         The new one.
     wholes
         All whole tensors, by name, through the layout of the checkpoint.
+    unused
+        Patterns of rules for the new layout that match no tensor: misspelt, perhaps.
     """
 
     def __init__(
@@ -51,7 +53,9 @@ class Resharded(Mapping[int, "ReshardedRank"]):
         self.wholes, self._bound = wholes, bound
         names = [name for name in wholes if not any(fnmatchcase(name, glob) for glob in skip)]
         require_movable(names, wholes.layout.origin)
+        self.unused: list[str] = []
         if isinstance(target, Rules):
+            self.unused = target.unused(wholes)
             tensors = wholes.layout.tensors
             typed = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
             target = target.place(typed)
@@ -140,7 +144,8 @@ class Resharded(Mapping[int, "ReshardedRank"]):
                 if any(shard.shape != old.shape for shard in old.shards):
                     raise UsageError(
                         f"tensor {name!a} is in parts by {source.origin}, and {wanted.origin} does"
-                        " not say how it is wanted; add it there, or leave it out (skip=[…])"
+                        " not say how it is wanted; add it there, or leave it out (skip=[…],"
+                        " --skip)"
                     )
                 outside.add(name)
                 continue

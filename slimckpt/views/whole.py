@@ -214,7 +214,7 @@ class WholeTensor:
         if not self._allow_drift:
             raise CheckFailedError(
                 f"{text}; the layout is of another save, or the ranks have drifted"
-                " (allow_drift=True takes the lowest)"
+                " (allow_drift=True, --allow-drift, takes the lowest)"
             )
         log.warning("%s; taken from %s", text, who(one.holder))
 

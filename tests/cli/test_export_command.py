@@ -5,8 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors_bytes import safetensors_file
 from sample_files import SAMPLES
 
+import slimckpt
 from slimckpt.cli.export import FORMATS as OFFERED
 from slimckpt.convert.export import FORMATS
 
@@ -30,6 +32,22 @@ def test_one_rank_of_one_step_as_json(tmp_path: Path) -> None:
         (f"rank_{rank}/net-1_1.npz", rank, 58) for rank in (3, 5)
     ]
     assert sorted(path.parent.name for path in target.rglob("*.npz")) == ["rank_3", "rank_5"]
+
+
+def test_a_layout_is_given_for_dcp_and_for_it_alone(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        path = tmp_path / "run" / f"rank_{rank}" / "m.safetensors"
+        path.parent.mkdir(parents=True)
+        path.write_bytes(safetensors_file([("w", "U8", [2], bytes([rank, rank]))]))
+    (tmp_path / "rules.toml").write_text('[mesh]\ntp = 2\n[[rule]]\nmatch="w"\ndim=0\naxis="tp"\n')
+    given = [tmp_path / "run", tmp_path / "out", "--format"]
+    layout = ["--layout", tmp_path / "rules.toml"]
+    without, other = run(*given, "dcp"), run(*given, "npz", *layout)
+    assert without.returncode == 2 and "--layout FILE" in without.stderr
+    assert other.returncode == 2 and "--format dcp" in other.stderr
+    assert run(*given, "dcp", *layout).returncode == 0
+    with slimckpt.open(tmp_path / "out") as ckpt:
+        assert ckpt.tensor("w")[:].tolist() == [0, 0, 1, 1]
 
 
 def test_what_is_left_out_is_said(tmp_path: Path) -> None:

@@ -262,6 +262,16 @@ def test_every_rounding_is_to_the_nearest_and_once() -> None:
     assert tied.sum() >= 100 and (bits % 2 == 0).all()
 
 
+def test_what_safetensors_has_not_is_skipped_or_refused(tmp_path: Path) -> None:
+    place = tmp_path / "run"
+    place.mkdir()
+    np.savez(place / "m.npz", w=np.arange(3), z=np.zeros(2, np.complex128))
+    with pytest.raises(UsageError, match=r"'z' is C128.*--skip"):
+        slimckpt.merge(place, tmp_path / "out")
+    result = slimckpt.merge(place, tmp_path / "out", skip=["z*"])
+    assert result.tensors == 1 and result.left_out == [("z", "it is skipped")]
+
+
 def test_names_follow_rules_and_two_of_one_name_are_refused(tmp_path: Path) -> None:
     source = ranks(tmp_path / "run", [array("a.w", [1]), array("b.w", [2]), array("c", [3])])
     rules = tmp_path / "rename.toml"
@@ -271,6 +281,8 @@ def test_names_follow_rules_and_two_of_one_name_are_refused(tmp_path: Path) -> N
     result, found = merged(source, tmp_path / "out", rename=rules)
     assert set(found) == {"w.of.a", "w.of.b", "c"} and result.unused == ["x.*"]
     rules.write_text("[[rule]]\nmatch = '.\\.w'\nto = 'same'\n")
+    nameless = ranks(tmp_path / "nameless", [array("", [1])])
+    assert set(merged(nameless, tmp_path / "kept")[1]) == {""}
     with pytest.raises(UsageError, match=r"'a\.w' and 'b\.w' would both be named 'same'"):
         slimckpt.merge(source, tmp_path / "again", rename=rules)
 

@@ -84,6 +84,8 @@ def test_only_some_of_the_new_ranks(tmp_path: Path) -> None:
         assert {name: a.tobytes() for name, a in ckpt.rank(3).items()} == {
             name: a.tobytes() for name, a in wanted.items()
         }
+    with pytest.raises(CheckFailedError, match=r"not there.*take one that has all"):
+        slimckpt.merge(tmp_path / "two", tmp_path / "merged")
     with pytest.raises(UsageError, match=r"has no ranks 4; there are 0-3"):
         reshard(DP8, tmp_path / "no", TO_4, only_ranks=[3, 4])
     assert not (tmp_path / "no").exists()
@@ -179,6 +181,18 @@ def test_the_layout_that_is_printed_is_one_to_reshard_by(tmp_path: Path) -> None
             assert {n: a.tobytes() for n, a in ckpt.rank(rank).items()} == {
                 n: a.tobytes() for n, a in wanted.items()
             }
+
+
+def test_a_rule_that_matches_no_tensor_is_said(tmp_path: Path) -> None:
+    rules = tmp_path / "tp2.toml"
+    rules.write_text(
+        '[mesh]\ntp = 2\n[[rule]]\nmatch = ["*.wieght", "head.*"]\ndim = 0\naxis = "tp"\n'
+        '[[rule]]\nmatch = "rng.*"\nper_rank = true\n'
+        '[[rule]]\nmatch = "*.heade"\ndim = 0\naxis = "tp"\n'
+    )
+    done = command("reshard", DP8, tmp_path / "out", "--layout", rules, "--dry-run")
+    assert done.returncode == 0 and "tp2.toml matches no tensor: *.heade" in done.stderr
+    assert "rng" not in done.stderr and "wieght" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -81,6 +81,11 @@ WRONG = {
     "parts that do not divide": ('[[rule]]\nmatch="w"\ndim=0\naxis="tp"\nparts = 3', "4 ranks"),
     "nowhere": ('[[rule]]\nmatch="w"\nonly = {dp = 2}', "no place"),
     "only where it is split": ('[[rule]]\nmatch="w"\ndim=0\naxis="tp"\nonly={tp=1}', "split over"),
+    "only that is no table": ('[[rule]]\nmatch="w"\nonly = 3', "rule 1.*only = 3"),
+    "ranks that are no ranks": ('[[rule]]\nmatch="w"\nranks = [8]', "ranks = .8.*below 8"),
+    "no ranks": ('[[rule]]\nmatch="w"\nranks = []', "ranks = "),
+    "ranks and only": ('[[rule]]\nmatch="w"\nranks = [0]\nonly = {dp = 0}', "not both"),
+    "a mesh past all bounds": (b"[mesh]\ndp = 99999999999999999999\n", "more than"),
     "per rank and split": ('[[rule]]\nmatch="w"\nper_rank=true\ndim=0\naxis="tp"', "per_rank"),
     "then without a first": (
         '[[rule]]\nmatch="w"\n[[rule.then]]\ndim=0\naxis="tp"',
@@ -198,11 +203,82 @@ def test_fused_and_uneven_tensors_are_written_as_rules_that_give_them_back() -> 
     alike(layout, read_toml(text.encode(), "written").place(whole))
 
 
+SPLITS = [
+    Split(0, axes, how, sections, groups)
+    for axes in ((0,), (1,))
+    for how in ("ceil", "balanced", "even")
+    for sections, groups in (((), 1), ((1, 1), 1), ((2, 1), 1), ((1, 1), 4), ((2, 1), 2))
+] + [Split(0, (0, 1)), Split(0, (1, 0)), Split(0, (0, 1), "ceil"), Split(0, (0,), (0, 2, 1))]
+
+
+@pytest.mark.parametrize("mesh", [(4, 1), (1, 1), (2, 2), (3, 2), (2, 4)])
+@pytest.mark.parametrize("length", [1, 2, 3, 5, 12, 24])
+def test_parts_that_are_empty_or_on_no_rank_are_written_as_rules_that_give_them_back(
+    mesh: tuple[int, int], length: int
+) -> None:
+    ranks = tuple(range(mesh[0] * mesh[1]))
+    shape = (length, 2)
+    tensors = {"all": TensorLayout("F32", shape, Placement(mesh).shards(shape))}
+    for number, split in enumerate(SPLITS):
+        only = tuple((axis, 0) for axis in (0, 1) if axis not in split.axes)
+        for kept in {(), only}:
+            try:
+                shards = Placement(mesh, (split,), only=kept).shards(shape)
+            except UsageError:
+                continue
+            some = tuple(shard for shard in shards if 0 not in shard.shape)
+            tensors[f"{number} {kept}"] = TensorLayout("F32", shape, shards)
+            tensors[f"{number} {kept} without empty ones"] = TensorLayout("F32", shape, some)
+    assert len(tensors) > 2
+    for name, tensor in tensors.items():
+        layout = Layout({name: tensor}, ranks, "x")
+        text = to_toml(layout)
+        assert "No rule" not in text, (name, text)
+        alike(layout, read_toml(text.encode(), "written").place(typed(layout)))
+
+
+def test_a_tensor_on_some_ranks_is_whole_by_a_rule_that_names_them(tmp_path: Path) -> None:
+    from safetensors_bytes import safetensors_file
+
+    for rank, rows in enumerate((2, 0, 0, 1)):
+        path = tmp_path / f"rank_{rank}" / "model.safetensors"
+        path.parent.mkdir()
+        body = bytes(range(4 * rank, 4 * rank + rows))
+        tensors = [("w", "U8", (rows,), body)] if rows else []
+        path.write_bytes(safetensors_file([*tensors, ("v", "U8", (1,), b"v")]))
+    text = '[mesh]\nr = 4\n[[rule]]\nmatch = "w"\nranks = [3, 0]\ndim = 0\naxis = "r"\n'
+    layout = read_toml((text + "split = [2, 0, 0, 1]\n").encode(), "some.toml")
+    with slimckpt.open(tmp_path) as ckpt:
+        assert np.asarray(ckpt.tensor("w", layout=layout)).tolist() == [0, 1, 12]
+        again = ckpt.reshard(layout, layout)
+        assert [sorted(again[rank]) for rank in range(4)] == [["v", "w"], ["v"], ["v"], ["v", "w"]]
+    wrong = read_toml((text + 'split = "even"\n').encode(), "wrong.toml")
+    with slimckpt.open(tmp_path) as ckpt, pytest.raises(CheckFailedError, match=r"'w'.*rank"):
+        ckpt.tensor("w", layout=wrong)
+
+
+def test_stacked_layers_saved_an_item_each_are_written_as_one_rule() -> None:
+    """Megatron's torch_dist has an item of each layer in the file of each rank."""
+    shards = tuple(
+        Shard(f"__{rank}_0.distcp", (1, 3), (Piece(Box((layer, 3 * rank), (1, 3)), (0, 0)),))
+        for layer in range(2)
+        for rank in range(2)
+    )
+    text = to_toml(Layout({"w": TensorLayout("F32", (2, 6), shards)}, (), ".metadata"))
+    assert "No rule" not in text
+    placed = read_toml(text.encode(), "written").place({"w": ("F32", (2, 6))}).tensors["w"]
+    assert [(s.holder, s.shape, s.pieces[0].box.offsets) for s in placed.shards] == [
+        (0, (2, 3), (0, 0)),
+        (1, (2, 3), (0, 3)),
+    ]
+
+
 def test_what_no_rule_gives_is_named_in_a_comment() -> None:
     box = (Piece(Box((0,), (4,)), 0, (0, 4)),)
     odd = TensorLayout("F32", (4,), (Shard(0, (4,), box),))
     text = to_toml(Layout({'w"\n': odd}, (0,), "x"))
-    assert '# No rule gives how these lie:\n#   "w\\"\\n"\n' in text
+    assert "# No rule gives how these lie" in text
+    assert '# them out (reshard --skip):\n#   "w\\"\\n"\n' in text
     assert read_toml(text.encode(), "written").placements("w") == ()
 
 
