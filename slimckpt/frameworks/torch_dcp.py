@@ -31,6 +31,9 @@ from slimckpt.frameworks.construct import Constructor
 from slimckpt.frameworks.origin import Origin, Payloads, split, step_of
 from slimckpt.frameworks.torch_names import allowed_of_torch
 from slimckpt.frameworks.torch_objects import Objects
+from slimckpt.layouts.boxes import coverage
+from slimckpt.layouts.covering import show_box
+from slimckpt.layouts.layout import Box, whole_box
 from slimckpt.model import StepLabel, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.sources.positioned import Section
@@ -108,10 +111,24 @@ class SlimReader(StorageReader):  # type: ignore[misc]  # torch has no types her
                 f"{self._member.holding.label}: it does not say what was saved, and where, as"
                 " torch.distributed.checkpoint does"
             )
+        self._require_covered(found)
         if getattr(found, "storage_meta", None) is None:
             found.storage_meta = StorageMeta()
         found.storage_meta.load_id = self._load_id
         return found
+
+    def _require_covered(self, found: Metadata) -> None:
+        """Chunks make up all of each tensor: what no chunk has would stay as it was, silently."""
+        for name, saved in found.state_dict_metadata.items():
+            if isinstance(saved, TensorStorageMetadata):
+                boxes = [Box(tuple(c.offsets), tuple(c.sizes)) for c in saved.chunks]
+                shape = tuple(saved.size)
+                gap = None if boxes == [whole_box(shape)] else coverage(shape, boxes).gap
+                if gap is not None:
+                    raise CheckFailedError(
+                        f"{self._member.holding.label}: no chunk has {show_box(gap)} of tensor"
+                        f" {name!a} of shape {list(shape)}; a part of the save is missing"
+                    )
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any

@@ -39,8 +39,11 @@ def mounted(
     MountError
         It could not be mounted; the log says why.
     """
-    command = [sys.executable, "-m", "slimckpt", "mount", *options, "--", store, mountpoint]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log) as process:
+    # However this process ends, its end of the pipe is closed then, and the mount with it.
+    words = ["mount", "--while-stdin", *options, "--", store, mountpoint]
+    command = [sys.executable, "-m", "slimckpt", *words]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=log) as process:
         try:
             assert process.stdout is not None
             if not process.stdout.readline():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +25,17 @@ _THREADS = 8
 _PATIENCE = 2.0
 """Seconds in which the kernel should have ended the connection. Where this user may not force that,
 it lives while files are open, but not longer than the process."""
+
+
+def stop_where_stdin_ends() -> None:
+    """Have this process stopped, as by SIGTERM, once nobody holds the other end of stdin."""
+
+    def wait() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def serve(

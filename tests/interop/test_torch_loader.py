@@ -29,6 +29,7 @@ from trees import contents
 
 import slimckpt
 from slimckpt.errors import (
+    CheckFailedError,
     DroppedTensorError,
     SlimckptError,
     StoreDamagedError,
@@ -422,6 +423,21 @@ def test_objects_of_a_distributed_checkpoint_come_back_and_hostile_ones_do_not(
             no_dist=True,
         )
     assert not marker.exists()
+
+
+def test_metadata_without_a_chunk_of_a_tensor_are_an_error_that_names_it(tmp_path: Path) -> None:
+    state = {"w": torch.arange(24.0).reshape(6, 4)}
+    dcp.save(state, checkpoint_id=tmp_path / "run")
+    path = tmp_path / "run" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    (chunk,) = metadata.state_dict_metadata["w"].chunks
+    metadata.state_dict_metadata["w"].chunks = [
+        dataclasses.replace(chunk, sizes=torch.Size([5, 4]))
+    ]
+    path.write_bytes(pickle.dumps(metadata))
+    reader = slim_torch.StorageReader(tmp_path / "run")
+    with pytest.raises(CheckFailedError, match=r"no chunk has \[5:6, 0:4\] of tensor 'w'"):
+        reader.read_metadata()
 
 
 def test_metadata_that_do_not_say_what_they_should_are_an_error(tmp_path: Path) -> None:

@@ -152,6 +152,21 @@ def test_a_line_that_nobody_reads_ends_the_mount(store: Path, point: Path) -> No
     assert not is_mounted(point)
 
 
+def test_a_process_that_is_killed_inside_the_context_takes_its_mount_along(
+    store: Path, point: Path
+) -> None:
+    program = (
+        "import sys, time; from slimckpt.mount import mounted\n"
+        "with mounted(*sys.argv[1:]): print('inside', flush=True); time.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(store), str(point)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"inside\n"
+        assert is_mounted(point)
+        process.kill()
+    assert until(lambda: not is_mounted(point))
+
+
 def test_a_context_that_fails_is_unmounted_too(store: Path, point: Path) -> None:
     with pytest.raises(ZeroDivisionError), mounted(store, point):
         assert is_mounted(point)
