@@ -107,9 +107,10 @@ def _may_be_strategy(head: bytes, size: int) -> bool:
     return head.lstrip().startswith(b"{") or is_strategy(head, size)
 
 
-def _read(path: bytes, label: str) -> bytes:
+def _read(path: bytes, label: str, most: int = -1) -> bytes:
     try:
-        return Path(os.fsdecode(path)).read_bytes()
+        with Path(os.fsdecode(path)).open("rb") as file:
+            return file.read(most)
     except OSError as error:
         raise UsageError(f"{label}: {error.strerror}; expected a file with a layout") from None
 
@@ -119,10 +120,9 @@ def _strategies_in(directory: bytes, named: bytes) -> dict[str, bytes]:
     found = {}
     for path in _entries(directory, named):
         for inner in _entries(path, b"") if os.path.isdir(path) else [path]:
-            if os.path.isfile(inner) and os.path.getsize(inner) < _LARGEST:
-                data = _read(inner, show_path(inner))
-                if _may_be_strategy(data, len(data)):
-                    found[show_path(inner)] = data
+            size = os.path.getsize(inner) if os.path.isfile(inner) else 0
+            if 0 < size < _LARGEST and _may_be_strategy(_read(inner, show_path(inner), 4096), size):
+                found[show_path(inner)] = _read(inner, show_path(inner))
     return found
 
 
