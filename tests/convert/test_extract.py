@@ -9,14 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from in_process import invoke
 from safetensors_bytes import safetensors_file
 from sample_files import SAMPLES
 from trees import body, contents, snapshot
 
 import slimckpt
 from slimckpt import effects
-from slimckpt.cli import main
 from slimckpt.convert.extract import extract
 from slimckpt.convert.reshard import reshard
 from slimckpt.errors import (
@@ -370,16 +369,16 @@ def test_containers_are_no_more_readable_than_their_sources(tmp_path: Path) -> N
 def test_by_command(store: Path, tmp_path: Path) -> None:
     node = str(tmp_path / "node")
     command = ["extract", str(store), node, "--rank", "1,2-3", "--step", "10"]
-    dry = CliRunner().invoke(main, [*command, "--dry-run"])
+    dry = invoke([*command, "--dry-run"])
     assert dry.exit_code == 0 and "ranks 1-3, 5 files" in dry.stdout
     assert "nothing was written" in dry.stdout and not (tmp_path / "node").exists()
-    result = CliRunner().invoke(main, [*command, "--json"])
+    result = invoke([*command, "--json"])
     found = json.loads(result.stdout)
     assert result.exit_code == 0 and found["schema"] == "slimckpt.extract/1"
     assert compact_ranks(found["ranks"]) == "1-3" and found["steps"] == [10]
     assert found["files"] == 5 and found["dry_run"] is False
     assert verify(node).sound
-    missing = CliRunner().invoke(main, ["extract", str(store), node + "2"])
+    missing = invoke(["extract", str(store), node + "2"])
     assert missing.exit_code == 2 and "--rank 8-15" in missing.stderr
-    unknown = CliRunner().invoke(main, ["extract", str(store), node + "2", "--rank", "2-9"])
+    unknown = invoke(["extract", str(store), node + "2", "--rank", "2-9"])
     assert unknown.exit_code == 2 and "no rank 4" in unknown.stderr and "0-3" in unknown.stderr

@@ -10,12 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from in_process import invoke
 from safetensors_bytes import safetensors_file
 from sample_files import SAMPLES, expected
 
 import slimckpt
-from slimckpt.cli import main
 from slimckpt.convert.merge import MergeResult, shard_size
 from slimckpt.convert.rounding import rounded
 from slimckpt.errors import CheckFailedError, DestinationError, SlimckptError, UsageError
@@ -350,16 +349,16 @@ def test_a_damaged_file_is_an_error_and_nothing_is_left(tmp_path: Path) -> None:
 
 def test_the_command_says_what_it_wrote_and_what_not(tmp_path: Path) -> None:
     command = ["merge", str(SAMPLES / "torch_ddp4"), str(tmp_path / "out"), "--dtype", "bf16"]
-    dry = CliRunner().invoke(main, [*command, "--dry-run", "--json"])
+    dry = invoke([*command, "--dry-run", "--json"])
     assert dry.exit_code == 0, dry.output
     assert not (tmp_path / "out").exists()
     found = json.loads(dry.stdout)
     assert found["schema"] == "slimckpt.merge/1" and found["dry_run"] is True
-    done = CliRunner().invoke(main, command)
+    done = invoke(command)
     assert done.exit_code == 0, done.output
     assert "tied: model.head.weight is model.wte.weight" in done.stdout
     assert "rng_state.torch" in done.stdout
     sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert sizes == found["files"]
-    refused = CliRunner().invoke(main, command)
+    refused = invoke(command)
     assert refused.exit_code == 2 and "exists" in refused.stderr

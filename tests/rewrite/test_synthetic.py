@@ -11,13 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
+from in_process import invoke
 from sample_files import SAMPLES, expected
 from trees import contents, snapshot
 
 import slimckpt
 from slimckpt import effects
-from slimckpt.cli import main
 from slimckpt.convert.reshard import ReshardResult, reshard
 from slimckpt.errors import (
     CheckFailedError,
@@ -172,7 +171,7 @@ def test_what_needs_originals_refuses_its_entries_by_name(
     (tmp_path / "empty").mkdir()
     known = {"STORE": str(made), "OUT": str(tmp_path / "out"), "EMPTY": str(tmp_path / "empty")}
     arguments = [known.get(word, word) for word in REFUSED[what]]
-    result = CliRunner().invoke(main, arguments)
+    result = invoke(arguments)
     assert result.exit_code == 2 and result.stdout == ""
     for word in ("step_1_1/rank_1/tensors", "no original file", "slimckpt export"):
         assert word in result.stderr
