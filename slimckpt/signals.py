@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from slimckpt.errors import StoppedError
+
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STOPPED = "slimckpt: stopped; nothing was kept. Run it again"
+_SOON = 0.01
+"""Seconds after which a signal that could not be heeded comes again."""
+
+
+class Stop(BaseException):
+    """A signal came. It comes again if this is lost before somebody took it: Python and C drop
+    what is raised in finalizers and callbacks. Not a KeyboardInterrupt: one that passes through
+    the ``exec`` of an import makes Python end by the signal, whoever caught it."""
+
+    taken = False
+
+    def __del__(self) -> None:
+        if not self.taken:
+            signal.setitimer(signal.ITIMER_REAL, _SOON)
 
 
 def on_stop(handler: Callable[[int, FrameType | None], Any]) -> None:
@@ -16,3 +35,60 @@ def on_stop(handler: Callable[[int, FrameType | None], Any]) -> None:
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, handler)
+
+
+def exit_at_once(*_: Any) -> None:
+    """Stop where nothing was begun yet, and no exception can be trusted to arrive."""
+    print(STOPPED, file=sys.stderr, flush=True)
+    os._exit(StoppedError.exit_code)
+
+
+@contextlib.contextmanager
+def raising_on_stop(before: str) -> Iterator[None]:
+    """Raise :class:`Stop` in the main thread at the first signal, and heed no other after it.
+
+    Whoever catches it sets ``taken``. Never raised while something is imported: what is half
+    imported would wrap it, print it or swallow it. What the package ``before`` imports is
+    imported before anything is begun, so the process ends there; anything else is waited for.
+    """
+    heard = signal.SIGTERM
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal heard
+        heard = signal.Signals(number)
+        importer = _importer(frame)
+        if importer is None:
+            on_stop(_in_peace)
+            raise Stop
+        if importer.startswith(before):
+            exit_at_once()
+        signal.setitimer(signal.ITIMER_REAL, _SOON)
+
+    def come_again(*_: Any) -> None:
+        if signal.getsignal(heard) is _in_peace:
+            on_stop(stop)
+        signal.raise_signal(heard)
+
+    signal.signal(signal.SIGALRM, come_again)
+    on_stop(stop)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _importer(frame: FrameType | None) -> str | None:
+    """The module that began the outermost import under way, if one is."""
+    found, importing = None, False
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("importlib"):
+            found, importing = name if importing else found, False
+        elif frame.f_code.co_filename.startswith("<frozen importlib"):
+            importing = True
+        frame = frame.f_back
+    return found
+
+
+def _in_peace(*_: Any) -> None:
+    """What was begun is cleaned up: a second signal changes nothing."""

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import sys
 from importlib import import_module
-from types import FrameType
 from typing import Any
 
 import click
 
 from slimckpt.errors import SlimckptError, StoppedError
-from slimckpt.signals import STOPPED, STOPPING, on_stop
+from slimckpt.signals import STOPPED, Stop, raising_on_stop
 
 COMMANDS = {
     "analyze": "Show what is replicated in SRC, and what slimming it would save.",
@@ -29,11 +27,6 @@ COMMANDS = {
     "verify": "Check that STORE is sound, and with --against that SRC can be deleted.",
 }
 """The first sentence of the help of each: a command is imported only when it is called."""
-
-
-class _Signal(BaseException):
-    """A signal came. Not a KeyboardInterrupt: one that passes through the ``exec`` of an import
-    makes Python end by the signal, whoever caught it."""
 
 
 class _Group(click.Group):
@@ -67,13 +60,15 @@ class _Group(click.Group):
             sys.exit(1)  # as click does for a closed pipe
 
     def invoke(self, context: click.Context) -> Any:
-        on_stop(_stop)
         try:
-            return super().invoke(context)
+            with raising_on_stop(before=__name__):
+                return super().invoke(context)
         except SlimckptError as error:
             click.echo(f"slimckpt: {error}", err=True)
             context.exit(error.exit_code)
-        except (_Signal, KeyboardInterrupt):
+        except (Stop, KeyboardInterrupt) as stop:
+            if isinstance(stop, Stop):
+                stop.taken = True
             click.echo(STOPPED, err=True)
             context.exit(StoppedError.exit_code)
         except OSError as error:
@@ -111,12 +106,6 @@ def main() -> None:
     Exit codes: 0 done, sound, same · 1 the check found something · 2 usage or error
     3 nothing to gain · 4 stopped, run it again · 5 the source cannot be copied faithfully
     """
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    for other in STOPPING:
-        signal.signal(other, signal.SIG_IGN)  # what was begun is cleaned up in peace
-    raise _Signal
 
 
 if __name__ == "__main__":
