@@ -1,5 +1,6 @@
 """Whether this machine can mount at all, found out without slimckpt, and what mount tests share."""
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -7,8 +8,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,3 +60,15 @@ def take_away(path: Path) -> None:
     """Unmount from outside, as a user does."""
     helper = ["umount"] if os.geteuid() == 0 else ["fusermount", "-u"]
     subprocess.run([*helper, path], check=True)
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str | Path], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process with its outputs as pipes; killed at the end if it still runs, so that a test
+    of one that cannot be stopped fails."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            yield process
+        finally:
+            process.kill()

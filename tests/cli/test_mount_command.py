@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mounts import is_mounted, skip_without_fuse
+from mounts import is_mounted, running, skip_without_fuse
 from trees import small_run
 
 from slimckpt.rewrite.slim import slim
@@ -67,8 +67,7 @@ def test_a_damaged_manifest_is_found_before_anything_is_mounted(place: Path) -> 
 def test_a_mount_says_so_in_one_line_and_nothing_else(place: Path) -> None:
     skip_without_fuse()
     command = [*COMMAND, "--step", "20", "store", "point"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=place) as process:
+    with running(command, text=True, cwd=place) as process:
         assert process.stdout is not None
         # model.safetensors of 20, and args.json, which belongs to no step.
         line = process.stdout.readline()

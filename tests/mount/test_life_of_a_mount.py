@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from mounts import is_mounted, take_away, until
+from mounts import is_mounted, running, take_away, until
 from trees import small_run, snapshot
 
 from slimckpt.errors import MountError
@@ -34,8 +34,7 @@ def store(tmp_path: Path) -> Path:
 @contextlib.contextmanager
 def mounting(store: Path, point: Path) -> Iterator[subprocess.Popen[bytes]]:
     """The command, mounted; killed at the end if it still runs."""
-    pipe = subprocess.PIPE
-    with subprocess.Popen([*COMMAND, store, point], stdout=pipe, stderr=pipe) as process:
+    with running([*COMMAND, store, point]) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"%s: 5 files, 33.3 KB mounted\n" % bytes(point)
@@ -106,7 +105,7 @@ def test_a_busy_mount_is_not_unmounted_from_outside_unless_it_is_meant(
 
 def test_an_ignored_signal_stays_ignored(store: Path, point: Path) -> None:
     command = ["nohup", *map(str, COMMAND), store, point]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with running(command) as process:
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(signal.SIGHUP)
         time.sleep(0.3)
@@ -119,7 +118,7 @@ def test_a_signal_at_any_moment_of_the_start_leaves_no_mount(store: Path, point:
     chance = random.Random(1)
     codes = set()
     for _ in range(12):
-        with subprocess.Popen([*COMMAND, store, point], stderr=subprocess.PIPE) as process:
+        with running([*COMMAND, store, point]) as process:
             time.sleep(0.1 + chance.random() * 0.5)
             process.terminate()
             # Before anything was mounted it is a command that was stopped.
@@ -160,7 +159,7 @@ def test_a_process_that_is_killed_inside_the_context_takes_its_mount_along(
         "with mounted(*sys.argv[1:]): print('inside', flush=True); time.sleep(60)"
     )
     command = [sys.executable, "-c", program, str(store), str(point)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with running(command, stderr=None) as process:
         assert process.stdout is not None and process.stdout.readline() == b"inside\n"
         assert is_mounted(point)
         process.kill()

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from mindspore_bytes import record
+from mounts import running
 from safetensors_bytes import safetensors_file
 from trees import body, contents, small_run
 
@@ -259,7 +260,7 @@ def test_more_files_than_a_shell_may_open_can_be_open_at_once(tmp_path: Path, po
     expected = (source / "rank_0" / "net-1_1.ckpt").read_bytes()
     few = f'ulimit -S -n 30; exec {sys.executable} -m slimckpt mount "$@"'
     command = ["bash", "-c", few, "bash", tmp_path / "store", point]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+    with running(command, stderr=None) as process:
         assert process.stdout is not None and process.stdout.readline()
         files = [path.open("rb") for path in sorted(point.glob("rank_*/*"))]
         try:
@@ -270,4 +271,4 @@ def test_more_files_than_a_shell_may_open_can_be_open_at_once(tmp_path: Path, po
             for file in files:
                 file.close()
             process.terminate()
-        assert process.wait() == 0
+        assert process.wait(20) == 0
