@@ -88,6 +88,13 @@ def set_times_and_modes(root: Path) -> None:
         os.utime(path, ns=(time, time))
 
 
+def open_ways_to(place: Path) -> None:
+    """Let everybody reach a temporary directory, which is its maker's alone."""
+    for directory in (place, *place.parents):
+        if (mode := directory.stat().st_mode) & 0o011 != 0o011:
+            directory.chmod(stat.S_IMODE(mode) | 0o011)
+
+
 def body(seed: int, nbytes: int) -> bytes:
     """Bytes that do not repeat, the same for the same seed."""
     return hashlib.shake_128(seed.to_bytes(8, "little")).digest(nbytes)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from trees import snapshot
+from trees import open_ways_to, snapshot
 
 from slimckpt.doctor.trials import TRIALS
 
@@ -101,8 +101,7 @@ main(["doctor", sys.argv[2], "--quick"])
 
 
 def as_nobody(tmp_path: Path, place: Path) -> subprocess.CompletedProcess[str]:
-    for directory in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
-        directory.chmod(directory.stat().st_mode | 0o011)
+    open_ways_to(tmp_path)
     return subprocess.run(
         [sys.executable, "-c", AS_NOBODY, tmp_path, place],
         capture_output=True,

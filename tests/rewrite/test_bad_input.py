@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from trees import small_run, snapshot
+from trees import open_ways_to, small_run, snapshot
 
 from slimckpt.errors import (
     CheckFailedError,
@@ -117,11 +117,7 @@ def as_nobody(work: str) -> str:
 @pytest.fixture
 def open_place(tmp_path: Path) -> Path:
     """A directory that everybody can reach and write to."""
-    for directory in [tmp_path, *tmp_path.parents]:
-        if directory.stat().st_uid == os.getuid() and directory != Path(directory.anchor):
-            mode = directory.stat().st_mode & 0o7777
-            if mode & 0o001 == 0:
-                directory.chmod(mode | 0o011)
+    open_ways_to(tmp_path)
     tmp_path.chmod(0o777)
     return tmp_path
 
