@@ -13,7 +13,7 @@ from slimckpt.convert.blueprint import Blueprint, Body, Literals
 from slimckpt.convert.entries import Contents
 from slimckpt.dtypes import BY_NAME
 from slimckpt.errors import UsageError
-from slimckpt.store.container import MAX_RANK, SMALL_ALIGNMENT, StructureFile
+from slimckpt.store.container import MAX_RANK, SMALL_ALIGNMENT, StructureFile, without_signals
 from slimckpt.store.hdf5_types import hdf5_type
 
 DTYPES = frozenset(name for name, row in BY_NAME.items() if row.hdf5)
@@ -27,10 +27,22 @@ def plan(contents: Contents) -> dict[str, Blueprint]:
     UsageError
         HDF5 cannot have a dataset of that name, or of so many dimensions.
     """
-    from h5py import h5f, h5p
-
     shapes = {entry.name: entry.shape for entry in contents.entries}
     _check(shapes | dict.fromkeys(contents.texts, ()))
+    raw, bodies, literals = without_signals(lambda: _structure(contents))
+    taken = sorted(
+        [(body.at, body.at + body.stop) for body in bodies]
+        + [(at, at + len(data)) for at, data in literals]
+    )
+    literals += _outside(raw.written(), taken)
+    nbytes = max([raw.size, *(stop for _, stop in taken)])
+    literals = [(at, data[: nbytes - at]) for at, data in literals if at < nbytes]
+    return {"model.h5": Blueprint(nbytes, sorted(literals), bodies)}
+
+
+def _structure(contents: Contents) -> tuple[StructureFile, list[Body], Literals]:
+    from h5py import h5f, h5p
+
     raw = StructureFile()
     creation = h5p.create(h5p.FILE_CREATE)
     creation.set_file_space_strategy(h5f.FSPACE_STRATEGY_NONE, False, 1)
@@ -48,14 +60,7 @@ def plan(contents: Contents) -> dict[str, Blueprint]:
             literals.append((_dataset(file, name, _text(len(value)), ()), value))
     finally:
         file.close()
-    taken = sorted(
-        [(body.at, body.at + body.stop) for body in bodies]
-        + [(at, at + len(data)) for at, data in literals]
-    )
-    literals += _outside(raw.written(), taken)
-    nbytes = max([raw.size, *(stop for _, stop in taken)])
-    literals = [(at, data[: nbytes - at]) for at, data in literals if at < nbytes]
-    return {"model.h5": Blueprint(nbytes, sorted(literals), bodies)}
+    return raw, bodies, literals
 
 
 def _check(shapes: dict[str, tuple[int, ...]]) -> None:

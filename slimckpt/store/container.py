@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from slimckpt import effects
 from slimckpt.store.hdf5_types import hdf5_type
+
+T = TypeVar("T")
 
 LARGE = 64 * 1024
 PAGE = 4096
@@ -68,6 +71,24 @@ def lay_out(fd: int, path: bytes, datasets: Sequence[Dataset], links: Iterable[L
     Layout
         The offset of every dataset. The bytes there are for the caller to write.
     """
+    raw, offsets = without_signals(lambda: _structure(datasets, links))
+    ends = [at + d.nbytes for at, d in zip(offsets, datasets, strict=True)]
+    layout = Layout(offsets, max([raw.size, *ends]))
+    for offset, data in raw.written():
+        effects.write_at(fd, data[: layout.nbytes - offset], offset, path)
+    return layout
+
+
+def without_signals(work: Callable[[], T]) -> T:
+    """What ``work`` returns, done in a thread: signals, and so exceptions of their handlers, come
+    in the main thread alone. libhdf5 does not survive one in a callback into Python."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+def _structure(
+    datasets: Sequence[Dataset], links: Iterable[Link]
+) -> tuple[StructureFile, list[int]]:
     from h5py import h5f, h5p
 
     creation = h5p.create(h5p.FILE_CREATE)
@@ -93,11 +114,7 @@ def lay_out(fd: int, path: bytes, datasets: Sequence[Dataset], links: Iterable[L
             _link(groups["tensors"], links)
         finally:
             file.close()
-    ends = [at + d.nbytes for at, d in zip(offsets, datasets, strict=True)]
-    layout = Layout(offsets, max([raw.size, *ends]))
-    for offset, data in raw.written():
-        effects.write_at(fd, data[: layout.nbytes - offset], offset, path)
-    return layout
+    return raw, offsets
 
 
 class StructureFile(io.RawIOBase):

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -349,3 +350,33 @@ def test_manifests_are_what_format_md_says(tmp_path: Path) -> None:
     for name, extra in root["extras"].items():
         text = (tmp_path / "store" / name).read_bytes()
         assert (len(text), digest(text)) == (extra["nbytes"], extra["digest"])
+
+
+INTERRUPTED = """
+import random, signal, tempfile
+from h5py import h5d, h5f, h5fd, h5g, h5p, h5s, h5t
+from slimckpt.store.container import Dataset, lay_out
+
+def stop(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, stop)
+chance, stopped = random.Random(2), 0
+datasets = [Dataset("payloads", f"{n:064x}", 8) for n in range(500)]
+for _ in range(60):
+    with tempfile.TemporaryFile() as file:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.001 + chance.random() * 0.02)
+            lay_out(file.fileno(), b"x", datasets, [])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            stopped += 1
+print(stopped)
+"""
+
+
+def test_an_interrupt_does_not_reach_libhdf5_in_the_middle_of_its_work() -> None:
+    command = [sys.executable, "-c", INTERRUPTED]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert int(ran.stdout) > 5
