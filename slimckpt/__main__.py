@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 from slimckpt.signals import exit_at_once, on_stop
 
 
@@ -10,7 +12,10 @@ def main() -> None:
     on_stop(exit_at_once)
     from slimckpt.cli import main as command
 
-    command()
+    try:
+        command()
+    finally:
+        on_stop(signal.SIG_IGN)  # while Python ends it would change the exit code, no more
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from slimckpt.doctor.machine import Machine, Mount, kind_of, machine, mount_of, mounts
 from slimckpt.doctor.versions import KnownIssue, Library, libhdf5_issues, libraries
 from slimckpt.errors import UsageError
+from slimckpt.signals import held
 
 if TYPE_CHECKING:  # they come with numpy and blake3, which may be what is missing
     from slimckpt.doctor.speed import DiskSpeed, HashSpeed
@@ -273,17 +274,21 @@ def _bench(place: bytes, result: Examination) -> Iterator[bytes]:
 
     before = os.stat(place)
     at = os.path.join(place, b".slimckpt-doctor-" + os.urandom(6).hex().encode())
-    effects.make_directory(at, 0o700)
-    made = os.stat(place).st_mtime_ns
+    made = 0
     try:
+        with held():
+            effects.make_directory(at, 0o700)
+            made = os.stat(place).st_mtime_ns
         effects.change_mode(at, 0o700)  # whatever the umask
         yield at
     finally:
-        alone = os.stat(place).st_mtime_ns == made
-        try:
-            effects.remove_tree(at)
-        except OSError as error:
-            result.remark(f"{_label(at)} could not be removed: {error.strerror}; remove it")
-        if alone:
-            with contextlib.suppress(OSError):
-                effects.change_times(place, before.st_atime_ns, before.st_mtime_ns)
+        with held():
+            alone = os.stat(place).st_mtime_ns == made
+            try:
+                if made:
+                    effects.remove_tree(at)
+            except OSError as error:
+                result.remark(f"{_label(at)} could not be removed: {error.strerror}; remove it")
+            if alone:
+                with contextlib.suppress(OSError):
+                    effects.change_times(place, before.st_atime_ns, before.st_mtime_ns)

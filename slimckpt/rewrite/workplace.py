@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from slimckpt import effects
 from slimckpt.errors import DestinationError, NoSpaceError, SlimckptError, StoppedError, UsageError
 from slimckpt.model import show_path
+from slimckpt.signals import done, held
 
 SUFFIX = b".slimckpt-part"
 NAME_MAX = 255
@@ -69,16 +70,15 @@ def workplace(destination: bytes) -> Iterator[bytes]:
     What a killed run left there is removed first. A full disk ends in :class:`StoppedError`.
     """
     work = destination + SUFFIX
+    lock = -1
     try:
-        lock = _make(work)
         try:
+            with held():
+                lock = _make(work)
             yield work
         finally:
-            try:
-                if _is(lock, work):
-                    effects.remove_tree(work)
-            finally:
-                os.close(lock)
+            with held():
+                _leave(lock, work)
     except OSError as error:
         if error.errno in _FULL:
             raise StoppedError(
@@ -93,7 +93,9 @@ def publish(work: bytes, destination: bytes, *, synced: bool = False) -> None:
     if not synced:
         for directory in effects.directories_in(work):
             effects.sync_directory(directory)
-    effects.rename_new(work, destination)
+    with held():
+        effects.rename_new(work, destination)
+        done()
     try:
         effects.sync_directory(os.path.dirname(destination))
     except OSError as error:
@@ -120,6 +122,17 @@ def _make(work: bytes) -> int:
         effects.make_directory(work, 0o700)
     effects.change_mode(work, 0o700)  # whatever the umask
     return _lock(work)
+
+
+def _leave(lock: int, work: bytes) -> None:
+    """Remove the work directory that was locked, if one was and it was not published."""
+    if lock < 0:
+        return
+    try:
+        if _is(lock, work):
+            effects.remove_tree(work)
+    finally:
+        os.close(lock)
 
 
 def _is(lock: int, work: bytes) -> bool:
