@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import slimckpt
@@ -26,10 +27,9 @@ UNIFIED, TRANSFORM = "unified_safetensors", "transform_checkpoints"
 MERGER = SCRIPTS / "benchmarks" / "mindspore_merger.py"
 MINDSPORE = SCRIPTS.parent / ".venvs" / "mindspore" / "bin" / "python"
 QUIET = {"OMP_NUM_THREADS": "1", "GLOG_v": "3"}
-ROWS, COLUMNS = r"(?:.*\.qkv\..*|.*\.mapping\..*|(?:.*\.)?head\.weight)", r".*\.projection\.weight"
 PSS = re.compile(r"^Pss:\s+(\d+) kB.*^Pss_Anon:\s+(\d+) kB", re.DOTALL | re.MULTILINE)
-ROWS_OF = ["*.qkv.*", "*.mapping.*", "head.weight", "*.head.weight"]
-COLUMNS_OF = ["*.projection.weight"]
+ROWS = ["*.qkv.*", "*.mapping.*", "head.weight", "*.head.weight"]
+COLUMNS = ["*.projection.weight"]
 
 
 def rules(**mesh: int) -> str:
@@ -37,7 +37,7 @@ def rules(**mesh: int) -> str:
     parts = ["[mesh]", *(f"{name} = {size}" for name, size in mesh.items())]
     own = ["global_step", "learning_rate", "rng_seed"]
     parts += ["[[rule]]", f"match = {json.dumps(own)}", "per_rank = true"]
-    for dim, names in enumerate((ROWS_OF, COLUMNS_OF)):
+    for dim, names in enumerate((ROWS, COLUMNS)):
         parts += ["[[rule]]", f"match = {json.dumps(names)}", f"dim = {dim}", 'axis = "mp"']
     return "\n".join(parts) + "\n"
 
@@ -109,10 +109,9 @@ def _maps(source: Path) -> dict[str, list[int]]:
         view = checkpoint.rank(0)
         for name in view:
             found = [-1] * len(view.info(name).shape)
-            if found and re.fullmatch(ROWS, name):
-                found[0] = 0
-            elif re.fullmatch(COLUMNS, name):
-                found[1] = 0
+            for dim, globs in enumerate((ROWS, COLUMNS)):
+                if found and any(fnmatchcase(name, glob) for glob in globs):
+                    found[dim] = 0
             if found:
                 maps[name] = found
     return maps

@@ -194,10 +194,7 @@ def _held(
 ) -> dict[str, list[Held]]:
     """The chunks of whole tensors."""
     found = {}
-    for name, (whole_name, dtype) in chosen_of(wholes, only, left_out, categories).items():
-        if any(fnmatchcase(name, glob) for glob in skip):
-            left_out.append(LeftOut(name, SKIPPED))
-            continue
+    for name, (whole_name, dtype) in chosen_of(wholes, only, left_out, skip, categories).items():
         whole = wholes[whole_name]
         whole.require()
         found[name] = [

@@ -6,14 +6,13 @@ import os
 import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from slimckpt.convert import safetensors
 from slimckpt.convert.entries import Contents, LeftOut, WholeEntry
 from slimckpt.convert.renaming import NONE, Renaming, read_renaming
 from slimckpt.convert.rounding import DTYPES, RoundedEntry, in_dtype
-from slimckpt.convert.wholes import SKIPPED, chosen_of, outside_of
+from slimckpt.convert.wholes import chosen_of, outside_of
 from slimckpt.convert.writing import Planned, require_room, write_all
 from slimckpt.errors import UsageError
 from slimckpt.layouts.recorded import LayoutLike
@@ -192,10 +191,7 @@ def _merged(
     """
     contents = Contents()
     tied: dict[str, str] = {}
-    chosen = chosen_of(wholes, only, contents.left_out)
-    for name in [name for name in chosen if any(fnmatchcase(name, glob) for glob in skip)]:
-        del chosen[name]
-        contents.left_out.append(LeftOut(name, SKIPPED))
+    chosen = chosen_of(wholes, only, contents.left_out, skip)
     names, unused = rename.names(chosen)
     first: dict[Hashable, str] = {}
     for old, (whole_name, wanted) in chosen.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from fnmatch import fnmatchcase
 
 from slimckpt.convert.entries import LeftOut
 from slimckpt.convert.values import values_in
@@ -23,13 +24,25 @@ def chosen_of(
     wholes: Wholes,
     only: str | None,
     left_out: list[LeftOut],
+    skip: Sequence[str] = (),
     categories: Sequence[tuple[str, str]] = (),
 ) -> dict[str, tuple[str, str | None]]:
     """What is to be written, by name: which whole tensor, and the dtype to give it in (``None``:
-    its own). What is not for ``only`` is added to ``left_out``.
+    its own). What is not for ``only``, or matches a glob of ``skip``, is added to ``left_out``.
 
     Where the record says which tensors are weights, they have the names of the parameters.
     """
+    found = _chosen_for(wholes, only, left_out, categories)
+    skipped = [name for name in found if any(fnmatchcase(name, glob) for glob in skip)]
+    left_out += [LeftOut(name, SKIPPED) for name in skipped]
+    for name in skipped:
+        del found[name]
+    return found
+
+
+def _chosen_for(
+    wholes: Wholes, only: str | None, left_out: list[LeftOut], categories: Sequence[tuple[str, str]]
+) -> dict[str, tuple[str, str | None]]:
     layout = wholes.layout
     if only and layout.weights:
         taken = {whole for whole, _ in layout.weights.values()}
