@@ -18,6 +18,7 @@ How formats that come later sit in it:
 
 from __future__ import annotations
 
+import os
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -572,6 +573,11 @@ def show_path(path: bytes) -> str:
     """A path for people: control characters and bytes that are not UTF-8 escaped."""
     text = path.decode("utf-8", "backslashreplace")
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def lies_in(path: bytes, directory: bytes) -> bool:
+    """Whether a path is a directory or lies below it; both absolute, links resolved."""
+    return path == directory or path.startswith(os.path.join(directory, b""))
 
 
 def compact_ranks(ranks: Iterable[int]) -> str:

@@ -12,7 +12,7 @@ import subprocess
 
 from slimckpt import effects
 from slimckpt.errors import MountError
-from slimckpt.model import show_path
+from slimckpt.model import lies_in, show_path
 
 DEVICE = b"/dev/fuse"
 _HELPERS = ("fusermount3", "fusermount")
@@ -53,7 +53,7 @@ def check_mountpoint(mountpoint: bytes, store: bytes) -> bytes:
             " an empty directory"
         )
     real, outer = os.path.realpath(mountpoint), os.path.realpath(store)
-    if real.startswith(os.path.join(outer, b"")):
+    if lies_in(real, outer):
         raise MountError(f"{shown} lies inside {show_path(outer)}; name a directory outside")
     return real
 

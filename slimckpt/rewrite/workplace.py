@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from slimckpt import effects
 from slimckpt.errors import DestinationError, NoSpaceError, SlimckptError, StoppedError, UsageError
-from slimckpt.model import show_path
+from slimckpt.model import lies_in, show_path
 from slimckpt.signals import done, held
 
 SUFFIX = b".slimckpt-part"
@@ -45,7 +45,7 @@ def check_destination(destination: bytes, source: bytes) -> bytes:
             f"{show_path(destination)} exists; name a directory that does not exist yet"
         )
     for inner, outer in ((destination, source), (source, destination)):
-        if inner == outer or inner.startswith(os.path.join(outer, b"")):
+        if lies_in(inner, outer):
             raise DestinationError(
                 f"{show_path(inner)} lies inside {show_path(outer)}; name a destination outside"
             )

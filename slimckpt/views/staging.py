@@ -14,7 +14,7 @@ from blake3 import blake3
 
 from slimckpt import effects
 from slimckpt.errors import ClosedError, SlimckptError, UnfaithfulSourceError, UsageError
-from slimckpt.model import Span, show_path
+from slimckpt.model import Span, lies_in, show_path
 from slimckpt.sources.digest import BLOCK, reusable_buffer
 from slimckpt.sources.files import Files
 from slimckpt.sources.positioned import read_spans_into
@@ -58,8 +58,7 @@ class Stage(Files):
         self._names: dict[bytes, bytes] = {}
         self._left: set[bytes] = set()
         self._closed = False
-        inside = os.path.join(os.path.realpath(directory), b"")
-        if inside.startswith(os.path.join(os.path.realpath(root), b"")):
+        if lies_in(os.path.realpath(directory), os.path.realpath(root)):
             raise UsageError(
                 f"stage {show_path(directory)}: it lies in the checkpoint itself, which is never"
                 " written to; name a directory outside"
