@@ -11,7 +11,7 @@ from slimckpt.analysis.tree import is_store, join, walk
 from slimckpt.errors import UsageError
 from slimckpt.model import show_path
 from slimckpt.progress import SILENT, Progress
-from slimckpt.sources.digest import default_jobs
+from slimckpt.sources.threads import default_jobs
 
 Source = str | bytes | os.PathLike[str]
 

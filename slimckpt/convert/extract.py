@@ -13,7 +13,7 @@ from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.excerpt import Excerpt
 from slimckpt.rewrite.select import Selection
 from slimckpt.rewrite.workplace import check_destination, publish, require_room, workplace
-from slimckpt.sources.digest import default_jobs
+from slimckpt.sources.threads import default_jobs
 from slimckpt.store.reader import Store
 
 

@@ -14,7 +14,7 @@ from slimckpt.model import Stat, show_path
 from slimckpt.progress import Progress
 from slimckpt.rewrite.access import Access, protect
 from slimckpt.rewrite.workplace import publish, workplace
-from slimckpt.sources.digest import default_jobs
+from slimckpt.sources.threads import default_jobs
 
 
 class Planned(NamedTuple):

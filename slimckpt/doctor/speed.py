@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from slimckpt import effects
-from slimckpt.sources.digest import BLOCK, default_jobs, reusable_buffer
+from slimckpt.sources.digest import BLOCK, reusable_buffer
+from slimckpt.sources.threads import default_jobs
 
 HASHED = 256 * 1024 * 1024
 WRITTEN = 256 * 1024 * 1024

@@ -13,7 +13,7 @@ from slimckpt.analysis.scan import scan
 from slimckpt.analysis.tree import is_store, walk
 from slimckpt.errors import SlimckptError, UsageError
 from slimckpt.model import SourceFile, StepLabel, Table, Tensor, show_path
-from slimckpt.sources.digest import default_jobs
+from slimckpt.sources.threads import default_jobs
 from slimckpt.store.reader import Store
 
 

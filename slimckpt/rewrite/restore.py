@@ -16,16 +16,8 @@ from slimckpt.model import Span, Stat, StepLabel, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.select import Chosen, Selection, choose
 from slimckpt.rewrite.workplace import check_destination, publish, workplace
-from slimckpt.sources.digest import (
-    BLOCK,
-    UNIT,
-    Digests,
-    Unit,
-    default_jobs,
-    hash_unit,
-    run_units,
-    units_of,
-)
+from slimckpt.sources.digest import BLOCK, UNIT, Digests, Unit, hash_unit, run_units, units_of
+from slimckpt.sources.threads import default_jobs
 from slimckpt.store.index import DROPPED, IN_SKELETON, FileIndex
 from slimckpt.store.manifest import FileEntry, Part
 from slimckpt.store.reader import Store, damage

@@ -32,7 +32,8 @@ from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.build import build
 from slimckpt.rewrite.plan import Plan, make_plan
 from slimckpt.rewrite.workplace import check_destination, publish, workplace
-from slimckpt.sources.digest import Digests, default_jobs
+from slimckpt.sources.digest import Digests
+from slimckpt.sources.threads import default_jobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,7 +35,8 @@ from slimckpt.rewrite.naming import Names
 from slimckpt.rewrite.plan import MAX_LINKS
 from slimckpt.rewrite.replica_sets import Use, shared_containers
 from slimckpt.rewrite.workplace import check_destination, publish, require_room, workplace
-from slimckpt.sources.digest import default_jobs, digest_of, digest_of_chunks
+from slimckpt.sources.digest import digest_of, digest_of_chunks
+from slimckpt.sources.threads import default_jobs
 from slimckpt.store.container import Link
 from slimckpt.store.index import STORED, FileIndex, Places
 from slimckpt.store.manifest import FileEntry, IndexPlace, OtherEntry, Part, Place

@@ -18,13 +18,8 @@ from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, show_path
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.compare import Comparison
 from slimckpt.rewrite.restore import expected, what_is
-from slimckpt.sources.digest import (
-    Digests,
-    default_jobs,
-    digest_of,
-    run_units,
-    units_of,
-)
+from slimckpt.sources.digest import Digests, digest_of, run_units, units_of
+from slimckpt.sources.threads import default_jobs
 from slimckpt.store.index import DROPPED, IN_SKELETON, STORED, Contents, FileIndex
 from slimckpt.store.manifest import Container, FileEntry, Part, refuse_synthetic
 from slimckpt.store.reader import Store

@@ -26,7 +26,7 @@ from slimckpt.model import Bytes, Span, show_path
 from slimckpt.sources.digest import reusable_buffer
 from slimckpt.sources.files import Files
 from slimckpt.sources.positioned import read_spans_into
-from slimckpt.sources.threads import READERS, share_out
+from slimckpt.sources.threads import READERS, copiers, share_out
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +36,10 @@ MAP_PRIVATE_FROM = 1024 * 1024
 """Private memory of fewer bytes is a plain copy: a process has only so many mappings (65,530)."""
 WARM = 4 * 1024 * 1024
 """Pages are brought into the page cache by reads of at most this many bytes."""
+_DETOUR = 1024 * 1024
+_WORTH = 64 * 1024
+_rooms: list[Bytes] = []
+"""Buffers that no thread uses now: as many as ever were used at once."""
 _MAP_NORESERVE = 0x4000  # Linux; the mmap module has it from Python 3.13 on
 _READ_AND_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
 
@@ -95,11 +99,12 @@ class Backend(ABC):
         with self.opened(path, expected_size) as fd:
 
             def read(at: int) -> None:
-                part = memory.data[at : at + WARM]
-                read_spans_into(fd, [Span(offset + at, len(part))], part, show_path(path))
+                part = memory[at : at + WARM]
+                _read_block(fd, offset + at, part, show_path(path))
 
             blocks = range(0, len(memory), WARM)
-            share_out(read, blocks, min(READERS, len(blocks)))
+            readers = READERS if self.files.far(path) else copiers()
+            share_out(read, blocks, min(readers, len(blocks)))
 
     def warm(self, path: bytes, offset: int, nbytes: int, expected_size: int) -> None:
         """Read at most :data:`WARM` bytes into the page cache, and nowhere else.
@@ -364,6 +369,33 @@ def _mmap(fd: int, nbytes: int, access: int, offset: int = 0) -> mmap.mmap:
     except ValueError as error:
         # The file shrank since its length was checked.
         raise OSError(errno.EINVAL, str(error)) from None
+
+
+def _read_block(fd: int, offset: int, memory: Bytes, label: str) -> None:
+    """Fill ``memory``, by way of a buffer that stays in the processor's cache where the kernel
+    would copy slowly.
+
+    Notes
+    -----
+    Kernels copy by ``rep movsb``, which runs at a quarter of its speed where the destination lies
+    1 to 31 bytes after the source, modulo 4,096 (measured on AMD EPYC; the detour has the full
+    speed). And that is the common case: the page cache has what is at the start of a page at the
+    start of a page, as payloads are in containers, and large arrays begin 16 bytes after one.
+    """
+    if len(memory) < _WORTH or not 0 < (memory.ctypes.data - offset) % 4096 < 32:
+        read_spans_into(fd, [Span(offset, len(memory))], memory.data, label)
+        return
+    try:
+        room = _rooms.pop()
+    except IndexError:
+        room = np.empty(_DETOUR + 4096, np.uint8)
+    shift = (offset + 2048 - room.ctypes.data) % 4096  # far from both
+    for at in range(0, len(memory), _DETOUR):
+        part = memory[at : at + _DETOUR]
+        buffer = room[shift : shift + len(part)]
+        read_spans_into(fd, [Span(offset + at, len(part))], buffer.data, label)
+        part[...] = buffer
+    _rooms.append(room)
 
 
 def _frozen(memory: Bytes) -> Bytes:

@@ -171,11 +171,6 @@ def units_of(
         yield Unit(path, label, tuple(pieces), filled)
 
 
-def default_jobs() -> int:
-    """Cores this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
 _U = TypeVar("_U")
 _R = TypeVar("_R")
 

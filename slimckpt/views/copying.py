@@ -10,7 +10,7 @@ import numpy as np
 from slimckpt.errors import UsageError
 from slimckpt.model import RAW
 from slimckpt.sources.backends import WARM
-from slimckpt.sources.threads import READERS, share_out
+from slimckpt.sources.threads import copiers, share_out
 from slimckpt.views.arrays import Array, Arrays, described
 from slimckpt.views.providers import Holding
 
@@ -84,4 +84,4 @@ def _copy(target: Array, array: Array) -> None:
         np.copyto(target[at : at + rows], array[at : at + rows])
 
     blocks = range(0, len(array), rows)
-    share_out(copy, blocks, min(READERS, len(blocks)))
+    share_out(copy, blocks, min(copiers(), len(blocks)))

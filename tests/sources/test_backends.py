@@ -64,6 +64,23 @@ class BackendTests:
         with pytest.raises(ValueError, match="read-only"):
             found[:] = 0
 
+    @pytest.mark.parametrize("offset", [0, 1, 4095, 70_001])
+    @pytest.mark.parametrize("after", [0, 1, 16, 31, 32, 2048, 4095])
+    @pytest.mark.parametrize("nbytes", [0, 1, 5000, 65_536, 1 << 20, (2 << 20) + 7, WARM + 70_000])
+    def test_memory_is_filled_wherever_it_lies(
+        self, backend: Backend, tmp_path: Path, offset: int, after: int, nbytes: int
+    ) -> None:
+        """Where it begins, ``after`` the offset modulo a page, decides how bytes are brought."""
+        data = np.random.default_rng(nbytes).bytes(offset + nbytes + 1)
+        (tmp_path / "data").write_bytes(data)
+        room = np.full(nbytes + 2 * 4096, 0xA5, np.uint8)
+        start = (offset + after - room.ctypes.data) % 4096
+        memory = room[start : start + nbytes]
+        assert not nbytes or (memory.ctypes.data - offset) % 4096 == after
+        backend.read_into(os.fsencode(tmp_path / "data"), offset, memory, len(data))
+        assert memory.tobytes() == data[offset : offset + nbytes]
+        assert (room[:start] == 0xA5).all() and (room[start + nbytes :] == 0xA5).all()
+
     @pytest.mark.parametrize("offset", [0, 1, 4097, 70_001])
     @pytest.mark.parametrize("nbytes", [0, 1, 1000, MAP_PRIVATE_FROM, 2 * MAP_PRIVATE_FROM + 7])
     def test_private_memory_can_be_written_to_and_the_file_stays(
