@@ -572,6 +572,8 @@ def gaps(spans: npt.NDArray[np.int64], size: int) -> list[Span]:
 def show_path(path: bytes) -> str:
     """A path for people: control characters and bytes that are not UTF-8 escaped."""
     text = path.decode("utf-8", "backslashreplace")
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 

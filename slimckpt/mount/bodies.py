@@ -40,6 +40,7 @@ class Bodies:
             for _, entry, _ in files
             if entry.skeleton.kind == "whole"
         }
+        self._mapped: dict[bytes, memoryview | None] = {}
         self._lock = threading.Lock()
         self._open: dict[int, SplicedSource] = {}
         self._users: dict[int, int] = {}
@@ -102,7 +103,13 @@ class Bodies:
     def _buffer(self, name: bytes | None, offset: int, nbytes: int) -> Any:
         if name is None:
             return bytes([offset]) * nbytes
-        return self._backend.view(self._store.absolute(name), offset, nbytes, self._sizes[name])
+        if name not in self._mapped:
+            whole = self._backend.mapped(self._store.absolute(name), self._sizes[name])
+            self._mapped[name] = None if whole is None else whole.data
+        mapped = self._mapped[name]
+        if mapped is None:
+            return self._backend.view(self._store.absolute(name), offset, nbytes, self._sizes[name])
+        return mapped[offset : offset + nbytes]
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:

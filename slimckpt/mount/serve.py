@@ -82,6 +82,7 @@ def serve(
     session = Session(device, nodes, bodies)
 
     def answer() -> None:
+        _yield_to_readers()
         try:
             session.serve()
         except BaseException as error:  # noqa: BLE001 - raised in the main thread
@@ -105,6 +106,12 @@ def serve(
         deadline = time.monotonic() + _PATIENCE
         for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0))
+
+
+def _yield_to_readers() -> None:
+    """Let this thread take no core from who reads, as a thread that was waiting otherwise may."""
+    with contextlib.suppress(OSError):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def _allow_many_files() -> None:

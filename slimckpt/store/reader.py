@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
+
+import numpy as np
 
 from slimckpt.errors import (
     NotAStoreError,
@@ -16,7 +19,7 @@ from slimckpt.errors import (
 from slimckpt.model import ROOT_COPY, ROOT_MANIFEST, Span, show_path
 from slimckpt.sources.digest import digest_of
 from slimckpt.sources.positioned import open_for_reading
-from slimckpt.store.index import FILLED, LEFT_OUT, SKELETON, Contents, FileIndex, Piece
+from slimckpt.store.index import FILLED, LEFT_OUT, SKELETON, STORED, Contents, FileIndex, Piece
 from slimckpt.store.manifest import Container, FileEntry, Part, Place, Root
 
 
@@ -171,18 +174,18 @@ class Store:
             The spans and the skeleton do not make up the file's length.
         """
         size = entry.file.size
-        apart: list[tuple[Span, tuple[bytes | None, int, int]]] = []
+        runs: list[Run] = []
         if index is not None:
-            for row in range(index.table.n_payloads):
+            runs, others = _in_one_piece(part, index)
+            for row in others:
                 pieces = index.pieces(row, entry.file.label)
                 if pieces and pieces[0].container != SKELETON:
                     located = [self._locate(part, entry, piece) for piece in pieces]
-                    apart += _align(index.table.spans(row), located)
+                    runs += _align(index.table.spans(row), located)
         spans = index.skeleton_spans(size) if index else [Span(0, size)] if size else []
         rest = self.skeleton_places(part, entry)
-        for span, place in _align(spans, rest):
-            apart.append((span, place))
-        runs = [Run(span.offset, *place) for span, place in sorted(apart, key=lambda a: a[0])]
+        runs += _align(spans, rest)
+        runs.sort(key=itemgetter(0))
         at = 0
         for run in runs:
             if run.at != at:
@@ -276,18 +279,39 @@ class Store:
         raise failures[0]
 
 
+def _in_one_piece(part: Part, index: FileIndex) -> tuple[list[Run], list[int]]:
+    """The runs of payloads that are one span and stored as one piece, as nearly all are, and the
+    rows of all others; what is said to lie where nothing can is one of these."""
+    places, columns = index.places, index.table.columns
+    sizes = np.array([container.nbytes for container in part.containers] or [0])
+    ends, nbytes = columns["span_end"], columns["payload_nbytes"]
+    known = places.container < len(part.containers)
+    room = sizes[np.where(known, places.container, 0)]
+    simple = known & (places.kind == STORED) & (np.diff(ends, prepend=0) == 1) & (nbytes > 0)
+    simple &= (places.offset >= 0) & (places.offset <= room - nbytes)
+    simple[simple] = columns["span_nbytes"][ends[simple] - 1] == nbytes[simple]
+    names = [container.name for container in part.containers]
+    runs = map(
+        Run,
+        columns["span_offset"][ends[simple] - 1].tolist(),
+        [names[number] for number in places.container[simple].tolist()],
+        places.offset[simple].tolist(),
+        nbytes[simple].tolist(),
+    )
+    return list(runs), np.flatnonzero(~simple).tolist()
+
+
 def _align(
     spans: list[Span] | tuple[Span, ...], places: list[tuple[bytes | None, int, int]]
-) -> list[tuple[Span, tuple[bytes | None, int, int]]]:
+) -> list[Run]:
     """Pair a stream cut in spans with the same stream cut in places."""
     found = []
     queue = list(reversed(places))
-    for span in spans:
-        offset, left = span
+    for offset, left in spans:
         while left and queue:
             name, at, nbytes = queue.pop()
             take = min(left, nbytes)
-            found.append((Span(offset, take), (name, at, take)))
+            found.append(Run(offset, name, at, take))
             if take < nbytes:
                 queue.append((name, at if name is None else at + take, nbytes - take))
             offset, left = offset + take, left - take

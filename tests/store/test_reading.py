@@ -214,7 +214,9 @@ ORIGINAL = bytes(range(100, 130))
 CONTAINER = bytes(range(256))
 
 
-def spliced(tmp_path: Path, places: Places, skeleton: Place) -> SplicedSource:
+def spliced(
+    tmp_path: Path, places: Places, skeleton: Place, table: Table | None = None
+) -> SplicedSource:
     """A source of :data:`ORIGINAL`'s length over one container of :data:`CONTAINER`."""
     source = small_run(tmp_path / "source")
     slim(source, tmp_path / "store", min_saving=0)
@@ -222,7 +224,7 @@ def spliced(tmp_path: Path, places: Places, skeleton: Place) -> SplicedSource:
     part = Part("", None, [Container(b"unused"), Container(b"c.h5", 256)])
     file = SourceFile(b"f", 30, Stat(0o644, 0, 0, 0), Role(), condition="understood")
     entry = FileEntry(file, skeleton)
-    index = FileIndex.unpack(FileIndex(three_payloads(), places).pack(), "f")
+    index = FileIndex.unpack(FileIndex(table or three_payloads(), places).pack(), "f")
     return SplicedSource(Store(bytes(tmp_path / "store")), part, entry, index)
 
 
@@ -262,6 +264,18 @@ def test_a_filled_skeleton_and_stored_payloads_are_spliced(tmp_path: Path) -> No
         assert source.read(0, 30) == bytes(want)
 
 
+def test_payloads_without_bytes_that_are_said_to_be_stored_are_nowhere(tmp_path: Path) -> None:
+    builder = TableBuilder()
+    for spans in ([(10, 4)], [(10, 0)], [], [(14, 0)], [(14, 3)]):
+        builder.payload(spans)
+    places = places_of([STORED] * 5, 5, container=[1] * 5, offset=[30, 90, 91, 92, 60])
+    skeleton = Place("fill", 23, "", byte=255)
+    with spliced(tmp_path, places, skeleton, builder.build()) as source:
+        want = b"\xff" * 10 + CONTAINER[30:34] + CONTAINER[60:63] + b"\xff" * 13
+        assert source.read(0, 30) == want
+        assert [source.read(at, 1)[0] for at in range(30)] == list(want)
+
+
 @pytest.mark.parametrize(
     ("places", "skeleton", "says"),
     [
@@ -269,6 +283,10 @@ def test_a_filled_skeleton_and_stored_payloads_are_spliced(tmp_path: Path) -> No
         ({"container": [5, 1, 1]}, Place("fill", 15, ""), "container 5, the part has 2"),
         ({"offset": [251, 30, 70]}, Place("fill", 15, ""), "bytes 251 to 257 of c.h5"),
         ({"offset": [-1, 30, 70]}, Place("fill", 15, ""), "bytes -1 to 5"),
+        ({"container": [1, 5, 1]}, Place("fill", 15, ""), "container 5, the part has 2"),
+        ({"offset": [10, 253, 70]}, Place("fill", 15, ""), "bytes 253 to 257 of c.h5"),
+        ({"offset": [10, 30, -1]}, Place("fill", 15, ""), "bytes -1 to 4"),
+        ({"offset": [10, 2**63 - 2, 70]}, Place("fill", 15, ""), "bytes 9223372036854775806 to"),
         ({}, Place("fill", 14, ""), "does not make up its 30 bytes"),
         ({}, Place("fill", 16, ""), "does not make up its 30 bytes"),
         ({}, Place("delta", 15, ""), r"stored in a way \(delta\).*newer"),
