@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.workshop import SCRIPTS
 
-TOOLS = {"borg": "--version", "restic": "version", "casync": "--version", "zstd": "--version"}
+TOOLS = dict.fromkeys(("borg", "casync", "zstd", "bindfs"), "--version") | {"restic": "version"}
 
 
 def machine() -> dict[str, object]:
