@@ -88,23 +88,24 @@ def main() -> None:
     print("\n".join(f"{key}: {value}" for key, value in facts.items()))
     found: dict[str, Result] = {}
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("benchmark: stopped"))
-    with tempfile.TemporaryDirectory(prefix="slimckpt-benchmark.") as place:
-        workshop = Workshop(Path(place).resolve(), chosen)
+    try:
         for name in options.names or MEASUREMENTS:
             print(f"measuring {name}", file=sys.stderr)
-            found[name] = MEASUREMENTS[name](workshop)
+            with tempfile.TemporaryDirectory(prefix="slimckpt-benchmark.") as place:
+                found[name] = MEASUREMENTS[name](Workshop(Path(place).resolve(), chosen))
             print("\n" + "\n".join(table(found[name])), flush=True)
-    verdicts = [verdict for result in found.values() for verdict in result.verdicts]
-    print("\n" + "\n".join(map(line, verdicts)))
-    if options.json:
-        report = {
-            "machine": facts,
-            "options": asdict(chosen) | {"scale": float(scale)},
-            "measurements": {name: result.as_json() for name, result in found.items()},
-        }
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
-    if options.markdown:
-        options.markdown.write_text(markdown(verdicts))
+    finally:  # where one fails, what was measured before is not lost
+        verdicts = [verdict for result in found.values() for verdict in result.verdicts]
+        print("\n" + "\n".join(map(line, verdicts)))
+        if options.json:
+            report = {
+                "machine": facts,
+                "options": asdict(chosen) | {"scale": float(scale)},
+                "measurements": {name: result.as_json() for name, result in found.items()},
+            }
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        if options.markdown:
+            options.markdown.write_text(markdown(verdicts))
 
 
 def table(result: Result) -> list[str]:
