@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from slimckpt.errors import DamagedFileError, FrameworkMissingError, UsageError
+from slimckpt.errors import DamagedFileError, UsageError
 from slimckpt.formats import check as check_file
+from slimckpt.frameworks.installed import installed
 from slimckpt.frameworks.mindspore_tensors import entries, tensor_of_array
-from slimckpt.frameworks.origin import missing, opened, step_of, which
+from slimckpt.frameworks.origin import opened, view_of, which
 from slimckpt.model import StepLabel
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays, tensor_of
@@ -20,7 +21,6 @@ from slimckpt.views.checkpoint import Checkpoint, Path
 from slimckpt.views.mapping import TensorView
 
 _FORMATS = ("mindspore", "safetensors")
-_OLDEST = (2, 7)
 
 Prefix = str | Sequence[str] | None
 
@@ -152,12 +152,7 @@ def tensors(
     """
     mindspore = imported()
     root, wanted = which(path, file, rank, step, run)
-    checkpoint = Checkpoint(root, backend, check)
-    view: TensorView
-    if wanted is not None:
-        view = checkpoint.files[wanted]
-    else:
-        view = step_of(checkpoint, step, run).rank(rank, **dict(coords or {}))  # type: ignore[arg-type]
+    view = view_of(Checkpoint(root, backend, check), wanted, rank, step, run, coords)
     return _Tensors(mindspore, view)
 
 
@@ -205,15 +200,7 @@ def imported() -> Any:
     FrameworkMissingError
         It is not installed, or too old.
     """
-    needs = f"MindSpore {_OLDEST[0]}.{_OLDEST[1]} or newer"
-    try:
-        import mindspore
-    except ImportError as error:
-        raise FrameworkMissingError(missing("mindspore", error, needs)) from None
-    version = tuple(int(part) for part in mindspore.__version__.split(".")[:2])
-    if version < _OLDEST:
-        raise FrameworkMissingError(missing("mindspore", mindspore.__version__, needs))
-    return mindspore
+    return installed("mindspore", "MindSpore", (2, 7))
 
 
 def _prefixes(given: Prefix) -> tuple[str, ...]:

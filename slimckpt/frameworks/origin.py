@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from slimckpt.model import HOME_PAYLOAD, RAW, SYNTHETIC, Bytes, StepLabel, Tenso
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.arrays import Arrays
 from slimckpt.views.checkpoint import Checkpoint, Path, Step
+from slimckpt.views.mapping import TensorView
 from slimckpt.views.providers import Holding, Member
 
 _LISTED = 16
@@ -123,6 +124,20 @@ def split(path: Path) -> tuple[bytes, bytes | None]:
 def step_of(checkpoint: Checkpoint, step: StepLabel | None, run: str | None) -> Step:
     """The step that was asked for, or the only one."""
     return checkpoint.only_step(run, label=step)
+
+
+def view_of(
+    checkpoint: Checkpoint,
+    wanted: str | bytes | None,
+    rank: int | None,
+    step: StepLabel | None,
+    run: str | None,
+    coords: Mapping[str, int] | None,
+) -> TensorView:
+    """The tensors of the file that is wanted, or else of a rank."""
+    if wanted is not None:
+        return checkpoint.files[wanted]
+    return step_of(checkpoint, step, run).rank(rank, **dict(coords or {}))  # type: ignore[arg-type]
 
 
 def _only(step: Step, rank: int | None, formats: tuple[str, ...], writer: str) -> Member:
@@ -244,12 +259,3 @@ class Payloads:
         return Tensor(
             name, name, "U8", False, (nbytes,), None, 0, nbytes, payload, None, encoding
         )  # fmt: skip
-
-
-def missing(framework: str, found: Any, needs: str) -> str:
-    """What an error says of a framework that is not there, or too old."""
-    what = f"is not to be had ({found})" if isinstance(found, ImportError) else f"is {found}"
-    return (
-        f"{framework} {what}; slimckpt.frameworks.{framework} needs {needs}:"
-        f" pip install 'slimckpt[{framework}]'"
-    )

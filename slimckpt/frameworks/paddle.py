@@ -9,16 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from slimckpt.errors import FrameworkMissingError, UsageError
-from slimckpt.frameworks.origin import Payloads, missing, opened, require_complete, step_of, which
+from slimckpt.errors import UsageError
+from slimckpt.frameworks.installed import installed
+from slimckpt.frameworks.origin import Payloads, opened, require_complete, view_of, which
 from slimckpt.frameworks.paddle_objects import Objects
-from slimckpt.frameworks.paddle_tensors import DTYPES, Tensors, version_of
+from slimckpt.frameworks.paddle_tensors import DTYPES, Tensors
 from slimckpt.model import StepLabel, encode_path
 from slimckpt.sources.backends import BackendName
 from slimckpt.views.checkpoint import Checkpoint, Path
 
 _FORMATS = ("pickle", "safetensors")
-_OLDEST = (2, 6)
 
 
 def load(
@@ -141,11 +141,7 @@ def tensors(
         )
     root, named = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
-        if named is not None:
-            view: Any = checkpoint.files[named]
-        else:
-            chosen = step_of(checkpoint, step, run)
-            view = chosen.rank(rank, **dict(coords or {}))  # type: ignore[arg-type]
+        view = view_of(checkpoint, named, rank, step, run, coords)
         return Tensors(paddle, checkpoint, DTYPES).named(view)
 
 
@@ -157,14 +153,7 @@ def imported() -> Any:
     FrameworkMissingError
         It is not installed, or too old.
     """
-    needs = f"Paddle {_OLDEST[0]}.{_OLDEST[1]} or newer"
-    try:
-        import paddle
-    except ImportError as error:
-        raise FrameworkMissingError(missing("paddle", error, needs)) from None
-    if version_of(paddle) < _OLDEST:
-        raise FrameworkMissingError(missing("paddle", paddle.__version__, needs))
-    return paddle
+    return installed("paddle", "Paddle", (2, 6))
 
 
 __all__ = ["load", "tensors"]

@@ -15,6 +15,7 @@ import numpy as np
 
 from slimckpt.errors import NotUnderstoodError
 from slimckpt.formats.torch_tensors import c_order
+from slimckpt.frameworks.installed import version_of
 from slimckpt.views.arrays import Array, Arrays, tensor_of
 from slimckpt.views.checkpoint import Checkpoint
 from slimckpt.views.mapping import TensorView
@@ -37,12 +38,6 @@ _THROUGH = {
 _SHARES = (3, 0)
 ALIGNMENT = 16
 """What the widest dtype wants."""
-
-
-def version_of(paddle: Any) -> tuple[int, ...]:
-    """Its first two numbers; a build of the development branch, 0.0.0, is newer than any."""
-    found = tuple(int(part) for part in paddle.__version__.split(".")[:2])
-    return found if any(found) else (9999, 0)
 
 
 def is_aligned(array: Array) -> bool:

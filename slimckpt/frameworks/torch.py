@@ -11,14 +11,8 @@ from typing import Any
 
 from slimckpt.errors import FrameworkMissingError, NotUnderstoodError
 from slimckpt.formats.torch_files import archives_of
-from slimckpt.frameworks.origin import (
-    Payloads,
-    missing,
-    opened,
-    require_complete,
-    step_of,
-    which,
-)
+from slimckpt.frameworks.installed import installed
+from slimckpt.frameworks.origin import Payloads, opened, require_complete, view_of, which
 from slimckpt.frameworks.torch_objects import Objects
 from slimckpt.frameworks.torch_tensors import Tensors
 from slimckpt.model import StepLabel, encode_path
@@ -26,7 +20,6 @@ from slimckpt.sources.backends import BackendName
 from slimckpt.views.checkpoint import Checkpoint, Path
 
 _FORMATS = ("torch", "torch-legacy", "safetensors")
-_OLDEST = (2, 4)
 
 
 def load(
@@ -127,11 +120,7 @@ def state_dict(
     torch = imported()
     root, named = which(path, file, rank, step, run)
     with Checkpoint(root, backend, check) as checkpoint:
-        if named is not None:
-            view: Any = checkpoint.files[named]
-        else:
-            chosen = step_of(checkpoint, step, run)
-            view = chosen.rank(rank, **dict(coords or {}))  # type: ignore[arg-type]
+        view = view_of(checkpoint, named, rank, step, run, coords)
         return Tensors(torch, checkpoint).named(view)
 
 
@@ -190,15 +179,7 @@ def imported() -> Any:
     FrameworkMissingError
         It is not installed, or too old.
     """
-    needs = f"torch {_OLDEST[0]}.{_OLDEST[1]} or newer"
-    try:
-        import torch
-    except ImportError as error:
-        raise FrameworkMissingError(missing("torch", error, needs)) from None
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < _OLDEST:
-        raise FrameworkMissingError(missing("torch", torch.__version__, needs))
-    return torch
+    return installed("torch", "torch", (2, 4))
 
 
 __all__ = ["StorageReader", "load", "state_dict"]

@@ -12,7 +12,7 @@ from mindspore_bytes import record
 
 import slimckpt
 from slimckpt.errors import FrameworkMissingError
-from slimckpt.frameworks.mindspore import load_checkpoint, tensors
+from slimckpt.frameworks.mindspore import imported, load_checkpoint, tensors
 
 CALLS: list[Callable[..., Any]] = [load_checkpoint, tensors]
 
@@ -43,6 +43,13 @@ def test_a_mindspore_that_is_too_old_is_named(
     monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace(__version__="2.6.0rc1"))
     with pytest.raises(FrameworkMissingError, match=r"mindspore is 2\.6\.0rc1; .* needs MindS"):
         call(file)
+
+
+@pytest.mark.parametrize("version", ["2.7.0", "2.7rc1", "2.10.0", "3.0.0.dev20260101"])
+def test_newer_ones_will_do(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    new = SimpleNamespace(__version__=version)
+    monkeypatch.setitem(sys.modules, "mindspore", new)
+    assert imported() is new
 
 
 def test_the_loader_is_imported_without_its_framework() -> None:
