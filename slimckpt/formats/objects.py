@@ -124,10 +124,15 @@ class Walk:
                     f"{self.label}: its pickle has objects too {what}; it is kept as a whole"
                 )
             trail = Trail(parent, key, style) if style else parent
-            before = taken
             found = visit(trail, node)
-            taken += found is not None
             seen.add(number)
+            if found is None and type(node) is Persistent:
+                barren.add(number)
+                continue
+            before = taken
+            taken += found is not None
+            if found == ():
+                continue
             inside.add(number)
             frames.append((trail, _parts(node) if found is None else iter(found), number, before))
 
