@@ -11,6 +11,7 @@ from slimckpt.errors import UsageError
 from slimckpt.model import StepLabel
 from slimckpt.progress import SILENT, Progress
 from slimckpt.rewrite.excerpt import Excerpt
+from slimckpt.rewrite.excerpt_writing import write_excerpt
 from slimckpt.rewrite.select import Selection
 from slimckpt.rewrite.workplace import check_destination, publish, require_room, workplace
 from slimckpt.sources.threads import default_jobs
@@ -82,7 +83,7 @@ def extract(
     if not dry_run:
         with ThreadPoolExecutor(jobs or default_jobs()) as executor, workplace(target) as work:
             try:
-                excerpt.write(work, executor, progress)
+                write_excerpt(excerpt, work, executor, progress)
             finally:
                 progress.finish()
             publish(work, target)

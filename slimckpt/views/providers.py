@@ -285,6 +285,7 @@ class StoreProvider(Provider):
         for number, part in enumerate(self._store.root.parts):
             self._numbers.setdefault(Group(part.run, part.step), []).append(number)
         self._listed: dict[Group, dict[bytes, Member]] = {}
+        self._links: dict[bytes, bytes] | None = None
 
     @property
     def identity(self) -> str:
@@ -311,9 +312,10 @@ class StoreProvider(Provider):
         return self._listed[group]
 
     def links(self) -> dict[bytes, bytes]:
-        parts = map(self._store.part, range(len(self._store.root.parts)))
-        others = (other for part in parts for other in part.others)
-        return {other.path: other.target for other in others if other.target is not None}
+        if self._links is None:
+            others = (other for part in self._store.parts() for other in part.others)
+            self._links = {o.path: o.target for o in others if o.target is not None}
+        return self._links
 
 
 class _StoreHolding(Holding):
