@@ -196,8 +196,10 @@ class _Storages:
 @contextmanager
 def _on_cpu(torch: Any) -> Iterator[None]:
     """As under ``map_location="cpu"``, for tensors that have no storage to tell their device."""
-    local = torch.serialization._serialization_tls
-    before, local.map_location = local.map_location, "cpu"
+    local = getattr(torch.serialization, "_serialization_tls", None)
+    if local is None:  # before 2.5, where it is set during a load alone
+        local = torch._utils._thread_local_state
+    before, local.map_location = getattr(local, "map_location", None), "cpu"
     try:
         yield
     finally:
